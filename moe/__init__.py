@@ -1,0 +1,1 @@
+"""The Mixture-of-Experts layer, usable alone: `from moe import MoE, MoEConfig`."""
