@@ -1,0 +1,147 @@
+"""The one place that imports Triton.
+
+`from moe.kernels._triton import triton, tl, HAVE_TRITON, INTERPRET` works on every machine. Without Triton
+(macOS, a bare CPU install) `triton` and `tl` are inert stand-ins: decorators return an object that refuses to
+launch, so kernel files import and their reference versions run. `pick_backend` turns the user's word
+("auto", "triton", "reference", "hopper") into the implementation that will run, or into a ValueError.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAVE_TRITON = True
+except ImportError:
+    HAVE_TRITON = False
+
+    class _Inert:
+        """Stands for any Triton name: attribute access and decoration work, a launch does not."""
+
+        def __init__(self, name: str = "triton") -> None:
+            self._name = name
+
+        def __getattr__(self, name: str) -> _Inert:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _Inert(f"{self._name}.{name}")
+
+        def __call__(self, *args: Any, **kwargs: Any) -> _Inert:
+            if len(args) == 1 and callable(args[0]) and not kwargs:
+                return _Inert(getattr(args[0], "__name__", self._name))
+            return self
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError(f"{self._name} needs Triton, which is not installed")
+
+    def _cdiv(a: int, b: int) -> int:
+        return -(-a // b)
+
+    def _next_power_of_2(n: int) -> int:
+        return 1 << max(n - 1, 0).bit_length()
+
+    triton = SimpleNamespace(  # type: ignore[assignment]
+        jit=_Inert("triton.jit"),
+        autotune=_Inert("triton.autotune"),
+        heuristics=_Inert("triton.heuristics"),
+        Config=_Inert("triton.Config"),
+        cdiv=_cdiv,
+        next_power_of_2=_next_power_of_2,
+        __version__="0",
+    )
+    tl = _Inert("triton.language")  # type: ignore[assignment]
+
+# Read once: Triton itself looks at the variable when a kernel is decorated, that is at import.
+INTERPRET = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in (
+    "1",
+    "true",
+    "on",
+    "yes",
+)
+
+BACKENDS = ("auto", "reference", "triton", "hopper")
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def pick_backend(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    available: tuple[str, ...] = ("reference", "triton"),
+    argument: str = "backend",
+) -> str:
+    """The implementation to run on `tensor`: one of `available`.
+
+    "auto" takes the fastest that can run: on CUDA "hopper" (compute capability 9, if the operator has it), then
+    "triton"; everywhere else, and for float64, "reference". A backend asked for by name is never replaced.
+
+    Raises:
+        ValueError: unknown name, or a named backend that cannot run here; the message says which and why.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"{argument}={name!r} is unknown; allowed: {', '.join(BACKENDS)}")
+    floating = tensor.dtype.is_floating_point
+    dtype_ok = not floating or tensor.dtype in KERNEL_DTYPES
+    if name == "auto":
+        if tensor.is_cuda and HAVE_TRITON and not INTERPRET and dtype_ok:
+            if "hopper" in available and capability(tensor.device)[0] == 9:
+                return "hopper"
+            return "triton"
+        return "reference"
+    if name == "reference":
+        return name
+    if name not in available:
+        raise ValueError(
+            f"{argument}={name!r} is not implemented by this operator; allowed: {', '.join(available)}"
+        )
+    if not HAVE_TRITON:
+        raise ValueError(
+            f"{argument}={name!r} needs the triton package, which is not installed; use 'reference'"
+        )
+    if not dtype_ok:
+        raise ValueError(
+            f"{argument}={name!r} does not support dtype {tensor.dtype}; use 'reference'"
+        )
+    if name == "hopper" and not (tensor.is_cuda and capability(tensor.device)[0] == 9):
+        raise ValueError(
+            f"{argument}='hopper' needs a CUDA tensor on a GPU of compute capability 9.x"
+        )
+    if name == "triton" and not (tensor.is_cuda or INTERPRET):
+        raise ValueError(
+            f"{argument}='triton' needs a CUDA tensor, got {tensor.device}; "
+            "on a CPU set TRITON_INTERPRET=1 before the import (slow, for tests) or use 'reference'"
+        )
+    return name
+
+
+@functools.lru_cache(maxsize=None)
+def _properties(index: int) -> tuple[str, tuple[int, int], int]:
+    p = torch.cuda.get_device_properties(index)
+    return p.name, (p.major, p.minor), p.multi_processor_count
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def device_name(device: torch.device) -> str:
+    """Card name as CUDA reports it, or "cpu"."""
+    return _properties(_index(device))[0] if device.type == "cuda" else "cpu"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """CUDA compute capability (major, minor); (0, 0) on a CPU."""
+    return _properties(_index(device))[1] if device.type == "cuda" else (0, 0)
+
+
+def num_sms(device: torch.device) -> int:
+    """Streaming multiprocessors of the card; 1 on a CPU."""
+    return _properties(_index(device))[2] if device.type == "cuda" else 1
