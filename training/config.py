@@ -1,0 +1,564 @@
+"""The config of a run: ten sections of typed fields, each with its meaning below it.
+
+    config = load_config("configs/quickstart.yaml", ["train.steps=50", "run.name=try"])
+
+A file holds only what differs from the defaults. Every mistake that can be seen without a model
+(an unknown key, a wrong type, an impossible or a useless combination) is a ConfigError of one line.
+What the numbers mean together for a given number of processes is a `Plan`. The `model` section
+takes the field names of a Hugging Face config.json (models/config.py) beside its own.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from models.config import ModelConfig
+from training.config_load import (
+    ConfigError,
+    apply_overrides,
+    first_line,
+    kind,
+    models_in,
+    read_yaml,
+)
+from training.data.config import DataConfig
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Plan",
+    "default_config_path",
+    "field_names",
+    "load_config",
+    "make_plan",
+    "write_resolved",
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: no unknown keys, no silent conversions, no changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+class RunConfig(Section):
+    """Name, place and repeatability of the run."""
+
+    name: str | None = None
+    """Folder of the run inside `run.dir`. Empty: the config file's name without its ending."""
+    dir: str = "runs"
+    """Folder that holds all runs, relative to where the command is typed."""
+    seed: Count = 0
+    """Seed of initial weights and of the order of the data."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the last good checkpoint of this run folder, if any. never: refuse an
+    existing run folder."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where there is one."""
+    deterministic: bool = False
+    """Ask PyTorch for deterministic algorithms everywhere, and fail where there is none."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", name):
+            raise ValueError(
+                f"run.name={name!r} must be a plain folder name of letters, digits, _ - + ."
+            )
+        return name
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of this run lies."""
+        return Path(self.dir) / (self.name or "run")
+
+
+class ModelSection(Section):
+    """The model: fields of a Hugging Face config.json, and how it is built and computed here."""
+
+    hf_config: str | None = None
+    """Path of a Hugging Face config.json (or its folder) to take the fields from; fields given
+    beside it win."""
+    init_from: str | None = None
+    """Hugging Face folder whose weights are continued from; it also gives all fields."""
+    kernels: Literal["auto", "triton", "reference"] = "auto"
+    """Implementation of the expert layers. auto: Triton on CUDA, plain PyTorch elsewhere."""
+    save: Literal["h", "x"] = "h"
+    """What an expert layer keeps for its backward pass: its pre-activations (h), or only its input
+    (x), which is less memory and one more matrix product."""
+    config: ModelConfig = Field(repr=False)
+    """The architecture, resolved from the remaining keys, `hf_config` and `init_from`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_architecture(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        own = {key: value for key, value in raw.items() if key in cls.model_fields}
+        rest = {key: value for key, value in raw.items() if key not in cls.model_fields}
+        if isinstance(own.get("config"), ModelConfig):
+            return raw
+        if "config" in own:
+            raise ValueError("model.config is no key; write the model's fields right under model")
+        source = "init_from" if own.get("init_from") is not None else "hf_config"
+        path = own.get(source)
+        if not isinstance(path, str):
+            return own | {"config": rest}
+        if source == "init_from" and own.get("hf_config") is not None:
+            raise ValueError("model.hf_config is useless beside model.init_from, which gives it")
+        given = _architecture_of(path, f"model.{source}")
+        if source == "init_from":
+            for key, value in rest.items():
+                if key in given and given[key] != value:
+                    raise ValueError(
+                        f"model.{key}={value!r} contradicts model.init_from, whose config has "
+                        f"{given[key]!r}; leave it out"
+                    )
+        return own | {"config": {**given, **rest}}
+
+
+def _architecture_of(path: str, key: str) -> dict[str, Any]:
+    """The fields of the Hugging Face config at `path`; `key` is who asked, for errors."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{key}={path!r}: there is no file {file}")
+    try:
+        return ModelConfig.from_hf(file).model_dump()
+    except ValidationError as error:
+        raise ValueError(f"{key}={path!r}: {first_line(error, {})}") from None
+    except ValueError as error:
+        raise ValueError(f"{key}={path!r}: {error}") from None
+
+
+class RouterConfig(Section):
+    """Losses on the router and token rounding."""
+
+    balance_coef: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the load-balance loss, mean over layers; a balanced layer has the value 1."""
+    balance_scope: Literal["micro", "global"] = "micro"
+    """Tokens over which loads are compared: each rank's micro-batch, or the whole step's."""
+    z_coef: Annotated[float, Field(ge=0)] = 0.001
+    """Weight of the router z-loss (squared log-sum-exp of the logits)."""
+    rounding: Literal[
+        "none", "up", "down", "nearest", "nearest_even", "balanced", "stochastic", "systematic"
+    ] = "none"
+    """Round each expert's token count to whole tiles in training; evaluation never rounds."""
+    rounding_tile: Positive = 128
+    """Rows of a tile."""
+    rounding_min_tiles: Count = 1
+    """Tiles that every expert with at least one token gets."""
+    rounding_max_tiles: Positive | None = None
+    """Most tiles of one expert; empty: no limit."""
+    rounding_protect_top1: bool = False
+    """Never take a token's best expert from it."""
+    rounding_renorm: Literal["tc", "tr", "none"] = "tc"
+    """Denominator of gates: the top-K set (tc), the set after rounding (tr), or none."""
+
+
+class OptimConfig(Section):
+    """Optimizer, learning-rate schedule and what happens to bad steps."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate of AdamW."""
+    betas: Annotated[
+        list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)
+    ] = [
+        0.9,
+        0.95,
+    ]
+    """Decay of AdamW's first and second moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    """Course of the learning rate after warm-up. wsd: constant, then down at the end."""
+    warmup_steps: Count = 100
+    """Steps of linear warm-up from zero."""
+    decay_fraction: Fraction = 0.2
+    """Last part of the run in which wsd lowers the learning rate."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end, as a part of the peak."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest norm of all gradients together; empty: no clipping."""
+    router_lr_multiplier: Annotated[float, Field(gt=0)] = 1.0
+    """Learning rate of the routers, as a multiple of `optim.lr`."""
+    router_weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay of the routers."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """What to do with a step whose loss or gradient is NaN or infinite."""
+    spike_factor: Annotated[float, Field(gt=1)] | None = None
+    """Skip a step whose gradient norm exceeds this multiple of its running mean; empty: never."""
+
+
+class TrainConfig(Section):
+    """Length, batch and precision."""
+
+    steps: Positive | None = None
+    """Optimizer steps of the run; this or `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training data; this or `steps`."""
+    global_batch_size: Positive = 32
+    """Rows of `data.seq_len` tokens in one optimizer step, over all processes."""
+    micro_batch_size: Positive = 8
+    """Rows of one forward pass in one process."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of matrix products; master weights are float32. auto: bfloat16 on CUDA."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile of the blocks. auto: on CUDA."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass instead of keeping them."""
+
+
+class ParallelConfig(Section):
+    """Processes."""
+
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which a collective operation that hangs ends the run."""
+
+
+class CheckpointConfig(Section):
+    """When the run is saved and how much is kept."""
+
+    every_steps: Positive | None = 500
+    """Steps between checkpoints; empty: only at the end and on request. The last step is always
+    saved."""
+    keep_last: Positive | None = 3
+    """Checkpoints that stay; empty: all."""
+    async_save: bool = True
+    """Write in the background while training goes on."""
+
+
+class EvalConfig(Section):
+    """Validation and samples during training."""
+
+    every_steps: Positive | None = 250
+    """Steps between validations; empty: never."""
+    batches: Positive | None = 16
+    """Micro-batches of one validation, over all processes; empty: all validation data."""
+    sample_prompt: str | None = None
+    """Text that the model goes on with at every validation; empty: none."""
+    sample_tokens: Positive = 64
+    """Tokens of a sample."""
+
+
+class LogConfig(Section):
+    """What is told while training."""
+
+    every_steps: Positive = 10
+    """Steps between log lines; only these read values back from the device."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases beside the run folder's own metrics.jsonl."""
+    wandb_project: str = "tessera"
+    """Project there."""
+    plots: bool = True
+    """Draw plots/*.png at validations and at the end."""
+
+
+class Config(Section):
+    """A whole run. Build it with `load_config`."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelSection
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    data: DataConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: TrainConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `load_config` reads back to an equal config."""
+        values = self.model_dump(mode="json")
+        model = values["model"]
+        model["hf_config"] = None  # all that it gave is spelled out
+        values["model"] = {**model.pop("config"), **model}
+        return values
+
+    @model_validator(mode="after")
+    def _no_useless_settings(self) -> Config:
+        _refuse_useless(self)
+        return self
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Config:
+        _check_combinations(self)
+        return self
+
+
+# --- combinations -------------------------------------------------------------------------------
+
+# (what makes them useless, whether it holds, the settings)
+_USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
+    (
+        "router.rounding=none",
+        lambda c: c.router.rounding == "none",
+        tuple(
+            f"router.{name}" for name in RouterConfig.model_fields if name.startswith("rounding_")
+        ),
+    ),
+    ("router.balance_coef=0", lambda c: c.router.balance_coef == 0, ("router.balance_scope",)),
+    (
+        "optim.schedule=constant",
+        lambda c: c.optim.schedule == "constant",
+        ("optim.decay_fraction", "optim.min_lr_ratio"),
+    ),
+    (
+        "optim.schedule=cosine or linear, which decays from the end of warm-up on",
+        lambda c: c.optim.schedule in ("cosine", "linear"),
+        ("optim.decay_fraction",),
+    ),
+    (
+        "checkpoint.keep_last with only one checkpoint (checkpoint.every_steps empty)",
+        lambda c: c.checkpoint.every_steps is None,
+        ("checkpoint.keep_last",),
+    ),
+    (
+        "eval.every_steps being empty",
+        lambda c: c.eval.every_steps is None,
+        ("eval.batches", "eval.sample_prompt", "eval.sample_tokens"),
+    ),
+    ("no eval.sample_prompt", lambda c: c.eval.sample_prompt is None, ("eval.sample_tokens",)),
+    ("log.wandb=off", lambda c: c.log.wandb == "off", ("log.wandb_project",)),
+)
+
+
+def _field(config: Config, place: str) -> tuple[Any, Any]:
+    """Value and default of section.key."""
+    section, key = place.split(".")
+    field = type(getattr(config, section)).model_fields[key]
+    return getattr(getattr(config, section), key), field.get_default(call_default_factory=True)
+
+
+def _refuse_useless(config: Config) -> None:
+    for reason, holds, places in _USELESS:
+        if not holds(config):
+            continue
+        for place in places:
+            value, default = _field(config, place)
+            if value != default:
+                raise ValueError(
+                    f"{place}={value!r} has no effect because of {reason}; leave it out"
+                )
+
+
+def _check_combinations(config: Config) -> None:
+    train, optim, data, model = config.train, config.optim, config.data, config.model.config
+    if (train.steps is None) == (train.epochs is None):
+        given = "both" if train.steps is not None else "neither"
+        raise ValueError(
+            f"train.steps={train.steps} and train.epochs={train.epochs}: give one of the two, "
+            f"not {given} (null empties one)"
+        )
+    if train.global_batch_size % train.micro_batch_size:
+        raise ValueError(
+            f"train.global_batch_size={train.global_batch_size} must be a multiple of "
+            f"train.micro_batch_size={train.micro_batch_size}"
+        )
+    if train.steps is not None and optim.warmup_steps >= train.steps:
+        raise ValueError(
+            f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
+        )
+    if data.seq_len > model.max_position_embeddings:
+        raise ValueError(
+            f"data.seq_len={data.seq_len} must not exceed "
+            f"model.max_position_embeddings={model.max_position_embeddings}"
+        )
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def field_names() -> dict[str, list[str]]:
+    """Every place of a config file ("" is the top level) → the keys that are valid there."""
+    names: dict[str, list[str]] = {"": list(Config.model_fields)}
+
+    def walk(place: str, model: type[BaseModel]) -> None:
+        keys = names.setdefault(place, [])
+        for key, field in model.model_fields.items():
+            if model is ModelSection and key == "config":
+                walk(place, ModelConfig)
+                continue
+            keys.append(key)
+            for inner in models_in(field.annotation):
+                walk(f"{place}.{key}", inner)
+
+    for key, field in Config.model_fields.items():
+        for section in models_in(field.annotation):
+            walk(key, section)
+    return names
+
+
+def default_config_path() -> Path:
+    """configs/quickstart.yaml of this repository, or its copy in an installed package."""
+    for base in (ROOT, Path(sys.prefix) / "share" / "tessera"):
+        path = base / "configs" / "quickstart.yaml"
+        if path.is_file():
+            return path
+    raise ConfigError("configs/quickstart.yaml is missing from this installation")
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The config in a YAML file (default: the quickstart's) with `section.key=value` overrides.
+
+    Raises:
+        ConfigError: any mistake, in one line: key, value, what is allowed, nearest valid name.
+    """
+    path = Path(path) if path is not None else default_config_path()
+    values = apply_overrides(read_yaml(path), overrides)
+    # A section whose keys are all commented out reads as empty, not as a mapping.
+    values = {key: {} if value is None else value for key, value in values.items()}
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and run.get("name") is None:
+        run["name"] = re.sub(r"[^A-Za-z0-9_.+-]", "_", path.stem).lstrip(".+-") or "run"
+    return build_config(values)
+
+
+def build_config(values: dict[str, Any]) -> Config:
+    """The config of plain nested values.
+
+    Raises:
+        ConfigError: any mistake, in one line.
+    """
+    for section in ("model", "data", "train"):
+        values.setdefault(section, {})
+    wrong = next((key for key in values if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise ConfigError(f"section name {wrong!r} is {kind(wrong)}, not text")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(first_line(error, field_names())) from None
+
+
+def versions() -> dict[str, str]:
+    """What this run is made with: Python, the packages that matter, and the git commit."""
+    found = {"python": platform.python_version()}
+    for package in ("tessera-moe", "torch", "triton", "transformers", "numpy", "liger-kernel"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["git"] = _git_commit()
+    return found
+
+
+def _git_commit() -> str:
+    """Commit of the repository this file is in, with "+changes" if files differ; else "none"."""
+    git = ["git", "-C", str(ROOT)]
+    options = {"capture_output": True, "text": True, "timeout": 20}
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], **options, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return commit + ("+changes" if changed.stdout.strip() else "")
+
+
+def write_resolved(config: Config, path: str | Path) -> None:
+    """Write a config with every field spelled out; versions and commit stand in comments above, so
+    the file loads again as it is."""
+    head = ["# Every setting of this run; it loads again as it is.", f"# command: {_command()}"]
+    head += [f"# {name}: {version}" for name, version in versions().items()]
+    body = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+    Path(path).write_text("\n".join(head) + "\n\n" + body, encoding="utf-8")
+
+
+def _command() -> str:
+    return " ".join(sys.argv).replace("\n", " ")
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the numbers of a config mean together for a number of processes."""
+
+    world_size: int
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """"float32" or "bfloat16"."""
+    compile: bool
+    accumulation: int
+    """Forward passes of one process in one optimizer step."""
+    rows_per_rank: int
+    """Rows of one process in one optimizer step."""
+    tokens_per_step: int
+    """Positions of one optimizer step over all processes."""
+
+
+def make_plan(config: Config, world_size: int = 1, cuda: bool | None = None) -> Plan:
+    """Resolve everything `auto` and divide the batch over processes.
+
+    Args:
+        world_size: number of processes.
+        cuda: whether there is a CUDA device; None asks PyTorch.
+
+    Raises:
+        ConfigError: a batch that does not divide, or a device that is not there.
+    """
+    train = config.train
+    per_pass = train.micro_batch_size * world_size
+    if train.global_batch_size % per_pass:
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} must be a multiple of "
+            f"train.micro_batch_size={train.micro_batch_size} times {world_size} processes = "
+            f"{per_pass}"
+        )
+    if cuda is None:
+        import torch  # here, so that mistakes are told before the two seconds this takes
+
+        cuda = torch.cuda.is_available()
+    device = config.run.device
+    if device == "cuda" and not cuda:
+        raise ConfigError("run.device='cuda', but PyTorch sees no CUDA device; allowed here: 'cpu'")
+    if device == "auto":
+        device = "cuda" if cuda else "cpu"
+    on_gpu = device == "cuda"
+    dtype = train.dtype if train.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    return Plan(
+        world_size=world_size,
+        device=device,
+        dtype=dtype,
+        compile=on_gpu if train.compile == "auto" else train.compile,
+        accumulation=train.global_batch_size // per_pass,
+        rows_per_rank=train.global_batch_size // world_size,
+        tokens_per_step=train.global_batch_size * config.data.seq_len,
+    )

@@ -1,0 +1,318 @@
+"""From a YAML file and `section.key=value` words to plain values, and from a validation error to
+one line.
+
+YAML here is YAML with the surprises of version 1.1 taken out: `1e-4` and `3e8` are numbers, `on`,
+`off`, `yes` and `no` are words, `010` and `1:30` are text (never base eight or sixty), dates are
+text, and a key given twice is an error. The same reader parses the values of overrides, so a value
+has the same type in both places.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+
+class ConfigError(ValueError):
+    """A mistake in a config or its data, told in one line; programs answer with exit code 2."""
+
+
+# --- YAML ---------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with its own rules for plain scalars and no repeated keys."""
+
+    yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = key_node.value
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"key {key!r} is given twice (second time in line {line})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)$|[-+]?0x[0-9a-fA-F_]+$|[-+]?0o[0-7_]+$")
+_FLOAT = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+_RULES = (
+    ("bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), "tTfF"),
+    ("int", _INT, "-+0123456789"),
+    ("float", _FLOAT, "-+0123456789."),
+    ("null", re.compile(r"(~|null|Null|NULL)?$"), ["~", "n", "N", ""]),
+    ("merge", re.compile(r"<<$"), "<"),
+)
+for _tag, _pattern, _first in _RULES:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, list(_first))
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node).replace("_", ""), 0)
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float | int:
+    text = loader.construct_scalar(node).replace("_", "").lower()
+    sign, text = (-1, text[1:]) if text[0] == "-" else (1, text.lstrip("+"))
+    if text in (".inf", ".nan"):
+        return sign * float(text[1:])
+    # 3e8 and 1e4 are how one writes large whole numbers; they count as such.
+    if "." not in text and "-" not in text:
+        mantissa, exponent = text.split("e")
+        if int(exponent) <= 18:
+            return sign * int(mantissa) * 10 ** int(exponent)
+    return sign * float(text)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """The value of a YAML text; `what` names it in errors.
+
+    Raises:
+        ConfigError: not YAML, or a repeated key.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{what} is not valid YAML{where}: {problem}") from None
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"config file {path} does not exist{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from None
+    value = parse_yaml(text, str(path))
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold sections (name: values), not {kind(value)}")
+    return value
+
+
+# --- overrides ----------------------------------------------------------------------------------
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`values` with each `section.key=value` set; a number steps into a list (data.sources.0.path).
+
+    Raises:
+        ConfigError: a word that is no assignment, or a path through something that holds no keys.
+    """
+    for word in overrides:
+        path, equals, text = word.partition("=")
+        path = path.strip().removeprefix("--")
+        if not equals or not path:
+            raise ConfigError(f"{word!r} is not an override; write section.key=value")
+        keys = path.split(".")
+        if len(keys) < 2 or not all(keys):
+            raise ConfigError(
+                f"override {word!r} must name section.key, for example train.steps=50"
+            )
+        _assign(values, keys, parse_yaml(text, f"the value of override {word!r}"), word)
+    return values
+
+
+def _assign(target: Any, keys: list[str], value: Any, word: str) -> None:
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(target, list):
+            if not key.isdigit() or int(key) >= len(target):
+                raise ConfigError(
+                    f"override {word!r}: {'.'.join(keys[:depth])} is a list of {len(target)}, "
+                    f"so {key!r} must be a number below {len(target)}"
+                )
+            key = int(key)
+        elif not isinstance(target, dict):
+            raise ConfigError(
+                f"override {word!r}: {'.'.join(keys[:depth])} is {kind(target)} and holds no keys"
+            )
+        if last:
+            target[key] = value
+        else:
+            if isinstance(target, dict) and target.get(key) is None:
+                target[key] = {}
+            target = target[key]
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def kind(value: Any) -> str:
+    """What a YAML value is, in a user's words."""
+    names = {dict: "a mapping", list: "a list", str: "text", bool: "true/false"}
+    names |= {int: "a number", float: "a number", type(None): "empty"}
+    return names.get(type(value), type(value).__name__)
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Every pydantic model that an annotation mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        if not isinstance(argument, str):
+            yield from models_in(argument)
+
+
+def nearest(name: str, candidates: Sequence[str]) -> str | None:
+    """The candidate most like `name`: equal but for dashes and case, else closest in spelling."""
+    plain = name.replace("-", "_").lower()
+    for candidate in candidates:
+        if candidate.lower() == plain:
+            return candidate
+    close = difflib.get_close_matches(plain, candidates, 1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def unknown_key_message(section: str, key: str, value: Any, names: dict[str, Sequence[str]]) -> str:
+    """One line about a key that does not exist.
+
+    Args:
+        section: dotted place of the key; "" for the top level.
+        names: every dotted place (with "" for the top level) → the keys that are valid there.
+    """
+    here = list(names.get(section, ()))
+    shown = "" if isinstance(value, (dict, list)) else f"={value!r}"
+    head = f"unknown key {section}.{key}{shown}" if section else f"unknown section or key {key!r}"
+    best = nearest(key, here)
+    plain = key.replace("-", "_").lower()
+    # An exact name elsewhere beats a similar one here: the key sits one level too high or astray.
+    exact = [f"{place}.{plain}" for place, keys in names.items() if place and plain in keys]
+    if best is not None and (best.lower() == plain or not exact):
+        where = f"{section}.{best}" if section else best
+        return f"{head}; did you mean {where}?"
+    if exact:
+        return f"{head}; did you mean {' or '.join(exact[:3])}?"
+    everywhere = {f"{place}.{k}": k for place, keys in names.items() if place for k in keys}
+    close = difflib.get_close_matches(plain, list(everywhere.values()), 1, cutoff=0.75)
+    if close:
+        full = next(place for place, k in everywhere.items() if k == close[0])
+        return f"{head}; did you mean {full}?"
+    valid = ", ".join(here)
+    return f"{head}; valid names{' in ' + section if section else ''}: {valid}"
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+def _allowed(error: dict[str, Any]) -> str:
+    """What would have been right, from one pydantic error."""
+    kind_of, context = error["type"], error.get("ctx", {})
+    fixed = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "int_parsing": "a whole number",
+        "float_type": "a number",
+        "float_parsing": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "bool_parsing": "true or false",
+        "string_type": "text (put it in quotes if it looks like a number or true/false)",
+        "list_type": "a list",
+        "tuple_type": "a list",
+        "dict_type": "a mapping",
+        "model_type": "a mapping of keys",
+        "model_attributes_type": "a mapping of keys",
+        "missing": "a value (it has no default)",
+    }
+    if kind_of in fixed:
+        return fixed[kind_of]
+    if kind_of == "literal_error":
+        return f"one of {context['expected']}"
+    if kind_of in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<"}.get(
+            kind_of, "<="
+        )
+        return f"a number {sign} {context[{'>': 'gt', '>=': 'ge', '<': 'lt', '<=': 'le'}[sign]]:g}"
+    return error["msg"]
+
+
+def _number_hint(value: Any, allowed: str) -> str:
+    if isinstance(value, str) and "number" in allowed and re.fullmatch(r"[-+]?0[0-9]+", value):
+        return f" (a leading 0 is ambiguous; write {int(value)})"
+    return ""
+
+
+def first_line(error: ValidationError, names: dict[str, Sequence[str]]) -> str:
+    """The first of a pydantic error's findings in one line: key, value, what is allowed.
+
+    Args:
+        names: every dotted place → the keys valid there, for the nearest name.
+    """
+    found = error.errors(include_url=False)
+    # An unknown key is often the cause of what else is wrong, so it is told first.
+    found.sort(key=lambda e: e["type"] != "extra_forbidden")
+    first = found[0]
+    location = [part for part in first["loc"] if not _is_union_tag(part)]
+    if first["type"] == "extra_forbidden" and location[-1:] != [first["loc"][-1]]:
+        location.append(first["loc"][-1])
+    if location[:2] == ["model", "config"]:
+        del location[1]  # the file has the architecture's keys right under model
+    if first["type"] == "extra_forbidden":
+        *place, key = location
+        line = unknown_key_message(
+            ".".join(str(p) for p in place if not isinstance(p, int)),
+            str(key),
+            first["input"],
+            names,
+        )
+    elif first["type"] == "value_error":
+        # Our own validators write whole sentences.
+        line = str(first["ctx"]["error"])
+        place = ".".join(map(str, location))
+        if place and place not in line and not _mentions(line, place, names):
+            line = f"{place}: {line}"
+    else:
+        places = [e for e in found if e["loc"][: len(location)] == first["loc"][: len(location)]]
+        allowed = " or ".join(dict.fromkeys(_allowed(e) for e in places))
+        shown = "" if first["type"] == "missing" else f"={first['input']!r}"
+        verb = "is missing: it needs" if first["type"] == "missing" else "must be"
+        place = ".".join(map(str, location))
+        line = f"{place}{shown} {verb} {allowed}{_number_hint(first['input'], allowed)}"
+    return " ".join(line.split())
+
+
+def _mentions(line: str, place: str, names: dict[str, Sequence[str]]) -> bool:
+    """Whether a sentence already names a key of the section it is about."""
+    return any(f"{place}.{key}" in line for key in names.get(place, ()))
+
+
+def _is_union_tag(part: Any) -> bool:
+    """Whether a step of a pydantic location names a branch of a union instead of a key."""
+    return isinstance(part, str) and (
+        part in ("int", "float", "str", "bool", "none")
+        or part.startswith(("literal[", "list[", "dict[", "constrained-", "function-", "tuple["))
+        or (part[:1].isupper() and part.isidentifier())
+    )
