@@ -1,0 +1,130 @@
+"""The `data` section of a run's config: which text, which tokenizer, how rows are cut.
+
+A field that only makes sense beside another one defaults to None, so that setting it where
+nothing reads it is an error and not a silence.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+BUNDLED = "bundled:"
+"""Prefix of the texts and tokenizers that ship with the package: `bundled:moby-dick`."""
+
+
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+)
+
+
+class DataError(ValueError):
+    """A mistake in the data or in the `data` section; its message is one line for the user."""
+
+
+class SourceConfig(BaseModel):
+    """One named body of text."""
+
+    model_config = _STRICT
+
+    path: str | list[str] | None = None
+    """File, glob, folder or a list of them; a token store made by scripts/prepare_data.py; or
+    `bundled:moby-dick`. Relative to the working directory."""
+    hub: str | None = None
+    """Data set name for the `datasets` library (or its builder `json`, `parquet` … with `files`)."""
+    name: str | None = None
+    """Name in logs and metrics; default: the file, folder or data set's own."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of the rows, relative to the other sources; default: in proportion to its size."""
+    format: Literal["auto", "jsonl", "parquet", "text", "lines", "store"] = "auto"
+    """auto goes by the file's ending. text: a file is one document; lines: a line is one."""
+    text_field: str | None = None
+    """Field or column with the document's text (jsonl, parquet, hub); default `text`."""
+    subset: str | None = None
+    """Configuration name of a hub data set."""
+    split: str | None = None
+    """Split of a hub data set; default `train`."""
+    files: str | list[str] | None = None
+    """`data_files` for the hub data set or builder."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SourceConfig:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("a source needs exactly one of path and hub")
+        if self.path is not None:
+            if not self.path:
+                raise ValueError("path is empty")
+            for key in ("subset", "split", "files"):
+                if getattr(self, key) is not None:
+                    raise ValueError(f"{key} is read only with hub, and this source has a path")
+        elif self.format != "auto":
+            raise ValueError(f"format={self.format} is read only with path, not with hub")
+        if self.text_field is not None and self.format in ("text", "lines", "store"):
+            raise ValueError(f"text_field has no use with format={self.format}")
+        return self
+
+
+class DataConfig(BaseModel):
+    """What the model reads. Rows are a pure function of (seed, epoch, index): see docs/data.md."""
+
+    model_config = _STRICT
+
+    sources: Annotated[list[SourceConfig], Field(min_length=1)] = Field(
+        default_factory=lambda: [SourceConfig(path=BUNDLED + "moby-dick")]
+    )
+    """Training text; several sources are interleaved row by row by weight."""
+    validation_sources: list[SourceConfig] = Field(default_factory=list)
+    """Text for validation alone, each reported by its name."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each source's documents kept out of training for validation. The choice does not
+    depend on run.seed, so that runs with different seeds compare."""
+    tokenizer: str | None = None
+    """tokenizer.json, a folder with one, a hub name or `bundled:moby-dick`. Null: that of the
+    token store when the sources are stores, else a byte-level BPE trained on the sources."""
+    tokenizer_vocab_size: Annotated[int, Field(ge=260)] | None = None
+    """Vocabulary of the BPE to train when tokenizer is null; default 4096."""
+    eos_token: str | None = None
+    """End-of-document token, when the tokenizer's own files do not name one."""
+    bos_token: str | None = None
+    """Begin-of-document token for add_bos, when the tokenizer's own files do not name one."""
+    add_bos: bool = False
+    """Put one begin-of-document token before each document (one EOS always ends it)."""
+    seq_len: Annotated[int, Field(ge=2)] = 512
+    """Tokens a row."""
+    packing: bool = True
+    """Fill rows with documents one after the other; false: a row holds one document's tokens."""
+    shuffle: bool = True
+    """Permute the documents anew in every epoch; false: in the order of the files."""
+    stream: bool = False
+    """Train while the text is still being tokenised in the background. Shuffles inside blocks of
+    documents in the first epoch, as the later ones are not there yet."""
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """A malformed line, invalid UTF-8, a missing text field or a truncated file: stop with its
+    place, or skip it, count it and log it."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that read batches ahead of each rank; 0 reads in the training process."""
+    tokenize_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that tokenise; 0: one a core."""
+    cache_dir: str | None = None
+    """Where tokenised sources are kept and found again; default ~/.cache/tessera/data."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
+            raise ValueError("tokenizer_vocab_size is read only when tokenizer is null")
+        if self.bos_token is not None and not self.add_bos:
+            raise ValueError("bos_token is read only with add_bos=true")
+        if self.validation_sources and self.validation_fraction:
+            raise ValueError("validation_sources and validation_fraction exclude each other")
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and not all(weighted):
+            raise ValueError("sources: give a weight to every source or to none")
+        if len(self.sources) == 1 and weighted[0]:
+            raise ValueError("sources: weight has no use with a single source")
+        for source in self.validation_sources:
+            if source.weight is not None:
+                raise ValueError("validation_sources: weight is read only for training sources")
+        if self.stream and len(self.sources) > 1 and not all(weighted):
+            raise ValueError("sources: stream=true needs a weight for each of several sources")
+        return self
