@@ -1,0 +1,16 @@
+"""What differs between one process and many: process groups, gradient sums, agreement between processes.
+
+Nothing here knows the model, the data or the optimizer.
+"""
+
+from parallel.data_parallel import (
+    World,
+    agree,
+    barrier,
+    check_same_weights,
+    from_main,
+    gather,
+    sum_,
+)
+
+__all__ = ["World", "agree", "barrier", "check_same_weights", "from_main", "gather", "sum_"]

@@ -1,0 +1,182 @@
+"""Plain data parallelism: every process holds the whole model and its own rows of each batch.
+
+One process needs none of this and starts no process group; `World` then describes a world of one, and every
+function below does nothing. So the training code has a single path.
+
+Three process groups, each with one job:
+
+- `data`: gradients and metrics, on the device (NCCL on CUDA, gloo on a CPU).
+- `control`: a few integers a step over gloo, in host memory. It carries the number of targets (the divisor of
+  the loss) and whether any process was asked to stop. Host memory, because reading a device tensor back
+  each step would stall the GPU's queue.
+- `checkpoint`: gloo; saving in the background must not share a group with the training thread (the two
+  threads' collectives would pair up wrongly).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. `size` 1 means no process group."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    data: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    checkpoint: dist.ProcessGroup | None = None
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes logs and files that exist once."""
+        return self.rank == 0
+
+
+def launched_size(environ: dict[str, str] | None = None) -> int:
+    """Number of processes that torchrun (or a like launcher) started, before any group exists."""
+    return int((environ or os.environ).get("WORLD_SIZE", "1"))
+
+
+def start(device_type: str, timeout_s: float = 600.0) -> World:
+    """Join the other processes, if a launcher started any.
+
+    Args:
+        device_type: "cuda" or "cpu"; gradients travel over NCCL or gloo.
+        timeout_s: a collective that waits longer ends the process with an error instead of hanging.
+
+    Raises:
+        ValueError: more processes on this host than CUDA devices.
+    """
+    size = launched_size()
+    if size == 1:
+        return World()
+    rank = int(os.environ["RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device = None
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"--nproc-per-node={local_size} is more than this host's CUDA devices "
+                f"({torch.cuda.device_count()}); start at most one process for each"
+            )
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo", timeout=timeout, device_id=device
+    )
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        data=dist.group.WORLD,
+        control=dist.new_group(backend="gloo", timeout=timeout),
+        checkpoint=dist.new_group(backend="gloo", timeout=timeout),
+    )
+
+
+def shutdown(world: World, failed: bool = False) -> None:
+    """Leave the process groups. After a failure the others may never answer, so nothing is waited for."""
+    if world.size == 1 or not dist.is_initialized():
+        return
+    if failed:
+        # destroy_process_group would wait for collectives that the other processes never join; the
+        # launcher ends them when this process exits.
+        return
+    dist.barrier(group=world.control)
+    dist.destroy_process_group()
+
+
+# --- collectives --------------------------------------------------------------------------------
+
+
+def sum_(world: World, tensor: Tensor) -> Tensor:
+    """`tensor` replaced by its sum over all processes (on its device, without a host sync on CUDA)."""
+    if world.size > 1:
+        dist.all_reduce(tensor, group=world.data)
+    return tensor
+
+
+def agree(world: World, values: Sequence[int]) -> list[int]:
+    """Sums of whole numbers over all processes, exact, in host memory; the same list on every process."""
+    if world.size == 1:
+        return list(values)
+    sums = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(sums, group=world.control)
+    return sums.tolist()
+
+
+def from_main(world: World, value: Any) -> Any:
+    """A picklable value of the first process, on all; what the others pass is ignored."""
+    if world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=world.control)
+    return box[0]
+
+
+def gather(world: World, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every process's picklable value, by rank, on all processes."""
+    if world.size == 1:
+        return [value]
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value, group=group or world.control)
+    return values
+
+
+def barrier(world: World) -> None:
+    """Wait until every process is here."""
+    if world.size > 1:
+        dist.barrier(group=world.control)
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> int:
+    """A number that (but for collisions) only equal bits in equal order give; one host read-back."""
+    total = 0
+    sums: list[Tensor] = []
+    words_of = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for tensor in tensors:
+        words = tensor.detach().reshape(-1).view(words_of[tensor.element_size()])
+        for piece in words.split(1 << 24):  # the int64 copies below stay small
+            # Weights by place, so that swapped elements are seen; int64 wraps, which is well defined.
+            place = torch.arange(piece.numel(), device=piece.device) + (total + 1)
+            sums.append((piece.to(torch.int64) * (place * 2654435761 + 1)).sum())
+            total += piece.numel()
+    return int(torch.stack(sums).sum().item()) if sums else 0
+
+
+def check_same_weights(world: World, tensors: Sequence[Tensor]) -> None:
+    """Refuse to train when processes start from different weights.
+
+    They are built from the same seed or read from the same files, so a difference is a fault (another
+    library version on one host, a damaged file) that averaging gradients would hide.
+
+    Raises:
+        ValueError: some processes hold other bits than the first; names their ranks.
+    """
+    if world.size == 1:
+        return
+    prints = gather(world, fingerprint(tensors))
+    others = [rank for rank, value in enumerate(prints) if value != prints[0]]
+    if others:
+        raise ValueError(
+            f"processes {others} start from other weights than process 0; check that all hosts have the "
+            f"same library versions and see the same files"
+        )

@@ -1,0 +1,366 @@
+"""Parameter groups, float32 master weights, clipping, and steps that are skipped on the device."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from training.optim import DECAYED, Group, MasterAdamW, group_table, parameter_groups
+
+
+class Block(nn.Module):
+    """The kinds of parameter of a Mixture-of-Experts layer with biases and QK-norm, in small."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        d, e, n = 4, 3, 5
+        self.q = nn.Linear(d, d, bias=True, dtype=dtype)
+        self.q_norm = nn.Parameter(torch.ones(d, dtype=dtype))
+        self.router = nn.Parameter(torch.randn(e, d))
+        self.w1 = nn.Parameter(torch.randn(e, 2 * n, d, dtype=dtype))
+        self.b1 = nn.Parameter(torch.zeros(e, 2 * n, dtype=dtype))
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, dtype=dtype)
+        self.layers = nn.ModuleList(Block(dtype) for _ in range(2))
+        self.norm = nn.Parameter(torch.ones(4, dtype=dtype))
+        self.head = nn.Linear(4, 7, bias=False, dtype=dtype)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+KIND_OF = {
+    "embed.weight": "embedding",
+    "q.weight": "attention",
+    "q.bias": "bias",
+    "q_norm": "norm",
+    "router": "router",
+    "w1": "expert",
+    "b1": "bias",
+    "norm": "norm",
+    "head.weight": "head",
+}
+
+
+def kinds(model: nn.Module) -> dict[str, str]:
+    return {
+        name: KIND_OF[name.split(".", 2)[2] if name.startswith("layers") else name]
+        for name, _ in model.named_parameters()
+    }
+
+
+def build(model: nn.Module, **settings) -> MasterAdamW:
+    decay = {"weight_decay": settings.pop("weight_decay", 0.1)}
+    for key in ("router_weight_decay", "router_lr_multiplier"):
+        if key in settings:
+            decay[key] = settings.pop(key)
+    return MasterAdamW(parameter_groups(model, kinds(model), **decay), **settings)
+
+
+def fill_gradients(model: nn.Module, scale: float = 1.0, seed: int = 0) -> None:
+    """One backward pass whose gradients are `scale` times fixed random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.zeros(())
+    for parameter in model.parameters():
+        weight = torch.randn(parameter.shape, generator=generator) * scale
+        loss = loss + (parameter.float() * weight).sum()
+    loss.backward()
+
+
+def snapshot(optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_parameter_is_in_one_group_with_the_decay_of_the_rule(dtype, tied):
+    model = Model(dtype, tied=tied)
+    groups = parameter_groups(
+        model,
+        kinds(model),
+        weight_decay=0.1,
+        router_weight_decay=0.03,
+        router_lr_multiplier=0.5,
+    )
+    seen: dict[str, Group] = {}
+    for group in groups:
+        assert len({p.dtype for p in group.parameters.values()}) == 1
+        for name in group.parameters:
+            assert name not in seen, f"{name} is in {group.name} and in {seen[name].name}"
+            seen[name] = group
+    assert set(seen) == {name for name, _ in model.named_parameters()}
+    expected = {
+        "embed.weight": 0.0,
+        "norm": 0.0,
+        "head.weight": 0.1,
+        **{
+            f"layers.{i}.{name}": decay
+            for i in (0, 1)
+            for name, decay in {
+                "q.weight": 0.1,
+                "q.bias": 0.0,
+                "q_norm": 0.0,
+                "router": 0.03,
+                "w1": 0.1,
+                "b1": 0.0,  # two-dimensional, and still a bias
+            }.items()
+        },
+    }
+    if tied:
+        del expected["head.weight"]
+    assert {name: group.weight_decay for name, group in seen.items()} == expected
+    assert {n for n, g in seen.items() if g.lr_multiplier == 0.5} == {
+        "layers.0.router",
+        "layers.1.router",
+    }
+
+
+def test_table_accounts_for_every_element():
+    model = Model()
+    rows = group_table(
+        parameter_groups(model, kinds(model), weight_decay=0.1, router_lr_multiplier=0.5),
+        lr=2.0,
+        placement="cpu",
+    )
+    assert sum(row["parameters"] for row in rows) == sum(p.numel() for p in model.parameters())
+    assert {row["group"]: (row["lr"], row["weight_decay"]) for row in rows} == {
+        "decayed": (2.0, 0.1),
+        "not decayed": (2.0, 0.0),
+        "router": (1.0, 0.0),
+    }
+
+
+def test_unknown_kinds_frozen_parameters_and_doubles():
+    model = Model()
+    named = kinds(model)
+    with pytest.raises(ValueError, match=r"parameter norm is of kind 'nrom'; the decay rule knows"):
+        parameter_groups(model, named | {"norm": "nrom"}, weight_decay=0.1)
+    del named["norm"]
+    with pytest.raises(ValueError, match="parameter norm is of kind None"):
+        parameter_groups(model, named, weight_decay=0.1)
+    model.norm.requires_grad_(False)
+    groups = parameter_groups(model, named, weight_decay=0.1)
+    assert all("norm" not in group.parameters for group in groups)
+    with pytest.raises(ValueError, match="exactly one group"):
+        MasterAdamW([*groups, groups[0]])
+    assert "router" not in DECAYED
+
+
+# --- the update ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_equals_torch_adamw_with_clipping(micro_batches):
+    model = Model()
+    oracle = copy.deepcopy(model)
+    named = kinds(model)
+    optimizer = build(model, clip_norm=1.5, betas=(0.8, 0.9), router_lr_multiplier=0.1)
+    reference = torch.optim.AdamW(
+        [
+            {
+                "params": [p],
+                "weight_decay": 0.1 if DECAYED.get(named[name]) else 0.0,
+                "lr": 0.01 * (0.1 if named[name] == "router" else 1.0),
+            }
+            for name, p in oracle.named_parameters()
+        ],
+        betas=(0.8, 0.9),
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for micro in range(micro_batches):
+            fill_gradients(model, seed=10 * step + micro)
+            fill_gradients(oracle, seed=10 * step + micro)
+        norm = nn.utils.clip_grad_norm_(oracle.parameters(), 1.5)
+        outcome = optimizer.step(0.01)
+        reference.step()
+        assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        assert outcome.skipped == 0 and outcome.reason == 0
+    for (name, a), b in zip(model.named_parameters(), oracle.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_bfloat16_weights_move_by_their_float32_masters():
+    """p = 1, a step of 6e-4 in one direction, 100 times: a bfloat16 weight alone would stay at 1."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    group = Group("decayed", {"w": weight}, 1.0, 0.0)
+    optimizer = MasterAdamW([group], eps=1e-12, clip_norm=None)
+    exact = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    reference = torch.optim.AdamW([exact], betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    for _ in range(100):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        assert weight.grad is None, "the hook keeps no bfloat16 gradient"
+        optimizer.step(6e-4)
+        exact.grad = torch.ones_like(exact)
+        reference.param_groups[0]["lr"] = 6e-4
+        reference.step()
+    master = optimizer.tensors()["weights/w"]
+    assert master.dtype == torch.float32 and optimizer.tensors()["exp_avg/w"].dtype == torch.float32
+    assert (master - exact).abs().max() < 1e-4
+    assert abs(exact[0].item() - 0.94) < 1e-6
+    assert torch.equal(weight.detach(), master.bfloat16())
+
+
+def test_bfloat16_gradients_of_micro_batches_add_up_in_float32():
+    """256 + 64 times 1: bfloat16 sums stop at 256."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([Group("decayed", {"w": weight}, 1.0, 0.0)])
+    (weight * 256).sum().backward()
+    for _ in range(64):
+        weight.sum().backward()
+    assert optimizer.gradient[0] == 320
+
+
+def test_weight_decay_and_multiplier_act_on_the_router_alone():
+    model = Model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build(model, router_lr_multiplier=0.1, weight_decay=0.0, clip_norm=None)
+    optimizer.zero_grad()
+    fill_gradients(model)
+    optimizer.step(0.01)
+    for name, parameter in model.named_parameters():
+        moved = (parameter.detach() - before[name]).abs()
+        # Adam's first step has the size of the learning rate, whatever the gradient.
+        expected = 0.001 if "router" in name else 0.01
+        torch.testing.assert_close(moved, torch.full_like(moved, expected), rtol=2e-3, atol=0)
+    assert optimizer.lrs(0.01) == (0.01, pytest.approx(0.001))
+
+
+def test_pieces_are_aligned_and_cover_the_parameters():
+    model = Model(torch.bfloat16)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() % 64 == 0, name  # what malloc itself gives
+        assert torch.equal(parameter, values[name]), f"{name} changed when it moved"
+    shapes = optimizer.shapes()
+    for name, parameter in model.named_parameters():
+        piece = optimizer.tensors()[f"weights/{name}"]
+        assert torch.equal(piece.view(shapes[name]), values[name].float())
+
+
+# --- skipped steps ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["nan", "inf", "loss", "overflow"])
+def test_a_bad_step_leaves_no_trace(dtype, fault):
+    """Weights, moments and step count equal, bit for bit, those of a run that never saw the step."""
+    torch.manual_seed(0)
+    faulty = Model(dtype)
+    clean = copy.deepcopy(faulty)
+    a, b = build(faulty, spike_factor=100.0), build(clean, spike_factor=100.0)
+    for step in range(5):
+        a.zero_grad()
+        if step == 2:
+            fill_gradients(faulty, seed=99)
+            if fault == "loss":
+                a.terms[0] = float("nan")
+            else:
+                bad = {"nan": float("nan"), "inf": float("inf"), "overflow": 3e38}[fault]
+                a.gradient[5:9] = bad
+            outcome = a.step(0.01)
+            assert outcome.skipped == 1 and outcome.reason == 1
+            continue
+        b.zero_grad()
+        fill_gradients(faulty, seed=step)
+        fill_gradients(clean, seed=step)
+        assert a.step(0.01).skipped == 0
+        b.step(0.01)
+    kept, expected = snapshot(a), snapshot(b)
+    assert kept.pop("guard/skipped") == 1 and expected.pop("guard/skipped") == 0
+    for name in expected:
+        assert torch.equal(kept[name], expected[name]), name
+    for p, q in zip(faulty.parameters(), clean.parameters()):
+        assert torch.equal(p, q)
+    assert kept["adam_step"] == 4
+
+
+def run_norms(norms: list[float], **settings) -> list[int]:
+    """Reasons of steps whose gradients have these norms."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = MasterAdamW([Group("decayed", {"w": weight}, 1.0, 0.0)], **settings)
+    reasons = []
+    for norm in norms:
+        optimizer.zero_grad()
+        optimizer.gradient[0] = norm
+        reasons.append(int(optimizer.step(0.01).reason))
+    return reasons
+
+
+def test_spikes_are_skipped_after_some_history():
+    assert run_norms([1.0] * 25 + [100.0, 1.0, 4.9], spike_factor=5.0)[25:] == [2, 0, 0]
+    assert run_norms([1.0] * 10 + [100.0], spike_factor=5.0)[-1] == 0, "too early to tell"
+    assert run_norms([1.0] * 25 + [100.0])[-1] == 0, "no factor, no limit"
+
+
+def test_a_lasting_change_of_scale_is_followed():
+    reasons = run_norms([1.0] * 30 + [20.0] * 60, spike_factor=4.0)
+    assert 2 in reasons, "at first it looks like a spike"
+    assert reasons[-1] == 0, "and must not be refused for ever"
+
+
+def test_nan_does_not_enter_the_running_mean():
+    reasons = run_norms([1.0] * 25 + [math.nan] * 3 + [2.0, 50.0], spike_factor=5.0)
+    assert reasons[25:] == [1, 1, 1, 0, 2]
+
+
+def test_stop_policy_holds_the_weights_until_the_host_looks():
+    reasons = run_norms([1.0, math.inf, 1.0, 1.0], on_nonfinite="stop")
+    assert reasons == [0, 1, 3, 3]
+    assert run_norms([1.0, math.inf, 1.0], on_nonfinite="skip") == [0, 1, 0]
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_moves_to_another_optimizer_bit_for_bit(dtype):
+    torch.manual_seed(0)
+    model = Model(dtype)
+    optimizer = build(model, router_lr_multiplier=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        fill_gradients(model, seed=step)
+        optimizer.step(0.01)
+    saved = snapshot(optimizer)
+
+    torch.manual_seed(1)
+    other_model = Model(dtype)
+    other = build(other_model, router_lr_multiplier=0.1)
+    for name, tensor in other.tensors().items():
+        tensor.copy_(saved[name])
+    other.loaded()
+    for (name, p), q in zip(model.named_parameters(), other_model.parameters()):
+        assert torch.equal(p, q), name
+    before = {name: p.detach().clone() for name, p in other_model.named_parameters()}
+    for each, optim in ((model, optimizer), (other_model, other)):
+        optim.zero_grad()
+        fill_gradients(each, seed=7)
+        optim.step(0.01)
+    for (name, p), q in zip(model.named_parameters(), other_model.named_parameters()):
+        assert torch.equal(p, q[1]), name
+    moved = {n: (p.detach() - before[n]).abs().max() for n, p in other_model.named_parameters()}
+    assert moved["layers.0.router"] < 0.2 * moved["layers.0.w1"], "the multiplier survives"
+
+
+def test_finite_check_sees_weights_and_moments():
+    model = Model()
+    optimizer = build(model)
+    assert optimizer.all_finite()
+    for kind in ("weights", "exp_avg", "exp_avg_sq"):
+        piece = optimizer.tensors()[f"{kind}/layers.1.w1"]
+        piece[3] = float("nan")
+        assert not optimizer.all_finite(), kind
+        piece[3] = 0.0
+    assert optimizer.all_finite()

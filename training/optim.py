@@ -1,0 +1,374 @@
+"""AdamW with float32 master weights, moments and gradients, for models of any dtype.
+
+Every parameter group lives in flat buffers:
+
+    gradient   float32, one buffer for all groups: one all-reduce, one norm, one fill with zeros per step
+    master     float32, one per group: what AdamW updates. A float32 parameter *is* a piece of it; a
+               bfloat16 parameter is a rounded copy, since a step of 6e-4 is lost on a bfloat16 weight of 1
+    moments    float32, two per group, inside torch.optim.AdamW
+
+Gradients of micro-batches are added in float32: a hook moves each bfloat16 gradient into the buffer as soon as
+autograd has finished it, so never more than a layer's gradients exist twice.
+
+Whether a step is applied is decided on the device (`StepGuard`): the fused AdamW kernel takes `found_inf` and
+then leaves weights, moments and its step count alone. No value is read back to the host.
+
+Shape letters: P elements of one group's flat buffer, padded so that every parameter starts at a multiple of `ALIGN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+ALIGN = (
+    64  # elements; 256 bytes in float32, 128 in bfloat16: what TMA and vector loads ask for at most
+)
+
+# The rule of weight decay, by kind of parameter (`models.parameter_kinds`). Matrices that multiply
+# activations decay; what scales, shifts or looks up does not: a norm's scale and a bias have no scale freedom
+# to keep in check, an embedding row that does not occur in the batch would shrink for nothing, and routers have
+# their own setting.
+DECAYED = {
+    "attention": True,
+    "mlp": True,
+    "expert": True,
+    "shared_expert": True,
+    "head": True,
+    "embedding": False,
+    "norm": False,
+    "bias": False,
+}
+ROUTER = "router"
+
+# Extra elements behind the gradients, summed over processes by the same all-reduce: the step's loss terms.
+TERMS = ("loss", "balance_loss", "z_loss")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share learning rate, weight decay and dtype."""
+
+    name: str
+    parameters: dict[str, nn.Parameter]
+    lr_multiplier: float
+    weight_decay: float
+
+    @property
+    def count(self) -> int:
+        return sum(p.numel() for p in self.parameters.values())
+
+
+def parameter_groups(
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    *,
+    weight_decay: float,
+    router_weight_decay: float = 0.0,
+    router_lr_multiplier: float = 1.0,
+) -> list[Group]:
+    """Every trainable parameter in exactly one group, by the rule `DECAYED`.
+
+    Args:
+        kinds: parameter name → kind; must name every parameter of the model.
+
+    Raises:
+        ValueError: a parameter without a kind, or of a kind the rule does not know.
+    """
+    rows: dict[tuple[str, torch.dtype], dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        kind = kinds.get(name)
+        if kind != ROUTER and kind not in DECAYED:
+            known = ", ".join([*DECAYED, ROUTER])
+            raise ValueError(f"parameter {name} is of kind {kind!r}; the decay rule knows {known}")
+        label = ROUTER if kind == ROUTER else ("decayed" if DECAYED[kind] else "not decayed")
+        rows.setdefault((label, parameter.dtype), {})[name] = parameter
+    settings = {
+        "decayed": (1.0, weight_decay),
+        "not decayed": (1.0, 0.0),
+        ROUTER: (router_lr_multiplier, router_weight_decay),
+    }
+    groups = []
+    for (label, dtype), parameters in sorted(rows.items(), key=lambda row: str(row[0])):
+        several = sum(other == label for other, _ in rows) > 1
+        name = f"{label} ({str(dtype).removeprefix('torch.')})" if several else label
+        groups.append(Group(name, parameters, *settings[label]))
+    return groups
+
+
+def group_table(groups: Iterable[Group], lr: float, placement: str) -> list[dict[str, object]]:
+    """One row per group, as printed at the start of a run."""
+    return [
+        {
+            "group": group.name,
+            "tensors": len(group.parameters),
+            "parameters": group.count,
+            "placement": placement,
+            "dtype": str(next(iter(group.parameters.values())).dtype).removeprefix("torch."),
+            "lr": lr * group.lr_multiplier,
+            "weight_decay": group.weight_decay,
+        }
+        for group in groups
+    ]
+
+
+class Outcome(NamedTuple):
+    """What a step did; float32 scalars on the device."""
+
+    grad_norm: Tensor  # before clipping
+    skipped: Tensor  # 0 applied, 1 skipped
+    reason: Tensor  # 0 none, 1 not finite, 2 spike, 3 after a stop
+
+
+class StepGuard:
+    """Decides on the device, the same on every process, whether a step is applied.
+
+    A step is skipped when its loss or the norm of its gradients is not finite, and, with `spike_factor`, when
+    the norm exceeds that multiple of its running mean once `HISTORY` steps were seen. A spike enters the mean
+    cut to the limit, so a lasting change of scale is followed within some steps and not refused for ever;
+    a step that is not finite leaves the mean alone.
+
+    With `stop` (`optim.on_nonfinite=stop`) everything after the first step that is not finite is left out as
+    well, so the weights stay those before it until the host learns of it at the next log step.
+    """
+
+    HISTORY = 20
+    DECAY = 0.98
+
+    def __init__(
+        self, device: torch.device, spike_factor: float | None = None, stop: bool = False
+    ) -> None:
+        self.spike_factor = spike_factor
+        self.stop = stop
+        self.mean_norm = torch.zeros((), device=device)
+        self.seen = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), device=device)  # in all, over attempts
+        self.halted = torch.zeros((), device=device)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"mean_norm": self.mean_norm, "seen": self.seen, "skipped": self.skipped}
+
+    def judge(self, norm: Tensor, terms: Tensor) -> Outcome:
+        """The outcome for a step with this gradient norm and these loss terms; updates the running mean."""
+        bad = ~torch.isfinite(norm + terms.sum())
+        limit = torch.full_like(norm, float("inf"))
+        if self.spike_factor is not None:
+            ready = self.seen >= self.HISTORY
+            limit = torch.where(ready, self.mean_norm * self.spike_factor, limit)
+        spike = ~bad & (norm > limit)
+        halted = self.halted > 0
+        reason = torch.where(halted, 3.0, torch.where(bad, 1.0, torch.where(spike, 2.0, 0.0)))
+        reason = reason.to(norm.dtype)
+        if self.stop:
+            self.halted.copy_(torch.maximum(self.halted, bad.to(norm.dtype)))
+        counts = ~bad & ~halted
+        # torch.where, not a product: 0 * NaN is NaN.
+        norm_cut = torch.where(counts, torch.minimum(norm, limit), self.mean_norm)
+        first = self.seen == 0
+        mean = torch.where(
+            first, norm_cut, self.DECAY * self.mean_norm + (1 - self.DECAY) * norm_cut
+        )
+        self.mean_norm.copy_(torch.where(counts, mean, self.mean_norm))
+        self.seen.add_(counts)
+        skipped = (reason > 0).to(norm.dtype)
+        self.skipped.add_(skipped)
+        return Outcome(norm, skipped, reason)
+
+
+class _Flat:
+    """The flat buffers of one group and the place of each parameter in them."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.places: dict[str, tuple[int, int]] = {}  # name → first element, count
+        size = 0
+        for name, parameter in group.parameters.items():
+            self.places[name] = (size, parameter.numel())
+            size += -(-parameter.numel() // ALIGN) * ALIGN
+        self.size = size
+        first = next(iter(group.parameters.values()))
+        self.copy: Tensor | None = None  # the parameters themselves, where they are not float32
+        own = torch.zeros(size, dtype=first.dtype, device=first.device)
+        for name, parameter in group.parameters.items():
+            start, count = self.places[name]
+            piece = own[start : start + count]
+            piece.copy_(parameter.detach().reshape(-1))
+            parameter.data = piece.view(parameter.shape)
+        if first.dtype == torch.float32:
+            self.master = nn.Parameter(own)
+        else:
+            self.copy = own
+            self.master = nn.Parameter(own.float())
+
+    def pieces(self, flat: Tensor) -> dict[str, Tensor]:
+        """Name → that parameter's piece of a flat tensor of this group, one-dimensional."""
+        return {name: flat[start : start + count] for name, (start, count) in self.places.items()}
+
+
+class MasterAdamW:
+    """AdamW (decoupled weight decay, Loshchilov & Hutter, arXiv 1711.05101) over flat float32 buffers.
+
+    Use: `zero_grad()`, any number of backward passes, `sum_gradients` over processes (the caller's, on
+    `gradient`), `step(lr)`.
+
+    Building it moves every parameter into the flat buffers (`parameter.data` is replaced), so the model must
+    be on its device already and must not be moved or cast afterwards.
+    """
+
+    def __init__(
+        self,
+        groups: list[Group],
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        clip_norm: float | None = 1.0,
+        spike_factor: float | None = None,
+        on_nonfinite: str = "skip",
+    ) -> None:
+        """
+        Raises:
+            ValueError: no groups, or a parameter that is in two of them.
+        """
+        owners = [id(p) for group in groups for p in group.parameters.values()]
+        if not owners or len(set(owners)) != len(owners):
+            raise ValueError(
+                f"{len(owners)} parameters in {len(groups)} groups, {len(set(owners))} different ones: "
+                f"each must be in exactly one group"
+            )
+        self.groups = groups
+        self.clip_norm = clip_norm
+        self.flats = [_Flat(group) for group in groups]
+        device = self.flats[0].master.device
+        size = sum(flat.size for flat in self.flats)
+        # Gradients of all groups, then the loss terms: one all-reduce moves everything.
+        self.gradient = torch.zeros(size + len(TERMS), device=device)
+        self.terms = self.gradient[size:]
+        self._gradients_only = self.gradient[:size]
+        start = 0
+        for flat in self.flats:
+            flat.master.grad = self.gradient[start : start + flat.size]
+            start += flat.size
+            self._collect_gradients(flat)
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": [flat.master], "weight_decay": flat.group.weight_decay}
+                for flat in self.flats
+            ],
+            betas=tuple(betas),
+            eps=eps,
+            fused=True,
+        )
+        for flat in self.flats:  # now and not at the first step: a checkpoint is loaded into them
+            self.adamw.state[flat.master] = {
+                "step": torch.zeros((), device=device),
+                "exp_avg": torch.zeros_like(flat.master),
+                "exp_avg_sq": torch.zeros_like(flat.master),
+            }
+        self.guard = StepGuard(device, spike_factor, stop=on_nonfinite == "stop")
+
+    @staticmethod
+    def _collect_gradients(flat: _Flat) -> None:
+        pieces = flat.pieces(flat.master.grad)
+        for name, parameter in flat.group.parameters.items():
+            piece = pieces[name].view(parameter.shape)
+            if flat.copy is None:
+                parameter.grad = piece  # autograd adds into it in place
+                continue
+
+            def add(parameter: nn.Parameter, piece: Tensor = piece) -> None:
+                piece.add_(parameter.grad)
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(add)
+
+    def zero_grad(self) -> None:
+        """Forget gradients and loss terms of the last step."""
+        self.gradient.zero_()
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Outcome:
+        """Clip by the global norm and update, unless the guard says no; no host sync.
+
+        Args:
+            lr: learning rate before the groups' multipliers.
+        """
+        norm = torch.linalg.vector_norm(self._gradients_only)
+        outcome = self.guard.judge(norm, self.terms)
+        # The fused kernel divides gradients by grad_scale and does nothing where found_inf is 1.
+        scale = torch.ones_like(norm)
+        if self.clip_norm is not None:
+            scale = torch.clamp(norm / self.clip_norm, min=1.0)
+        self.adamw.grad_scale = scale
+        self.adamw.found_inf = outcome.skipped
+        for group, flat in zip(self.adamw.param_groups, self.flats):
+            group["lr"] = lr * flat.group.lr_multiplier
+        self.adamw.step()
+        self._round_to_model()
+        return outcome
+
+    def _round_to_model(self) -> None:
+        for flat in self.flats:
+            if flat.copy is not None:
+                flat.copy.copy_(flat.master)
+
+    def lrs(self, lr: float) -> tuple[float, float | None]:
+        """Learning rate of the weights and of the routers (None without routers)."""
+        router = [g.lr_multiplier for g in self.groups if g.name.startswith(ROUTER)]
+        return lr, (lr * router[0] if router else None)
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything to save, under logical names that know nothing of groups; views, so loading fills them.
+
+        `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`: float32, one-dimensional (the tensor of the whole
+        model flattened, whichever part of it a process holds). `adam_step` and `guard/…`: scalars.
+        """
+        found: dict[str, Tensor] = {}
+        for flat in self.flats:
+            state = self.adamw.state[flat.master]
+            for kind, buffer in (
+                ("weights", flat.master.detach()),
+                ("exp_avg", state["exp_avg"]),
+                ("exp_avg_sq", state["exp_avg_sq"]),
+            ):
+                found |= {f"{kind}/{name}": piece for name, piece in flat.pieces(buffer).items()}
+        # All groups step together, so one count stands for all; `loaded` spreads it again.
+        found["adam_step"] = self.adamw.state[self.flats[0].master]["step"]
+        return found | {f"guard/{name}": tensor for name, tensor in self.guard.state().items()}
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Parameter name → shape, to undo the flattening of `tensors`."""
+        return {
+            name: list(parameter.shape)
+            for group in self.groups
+            for name, parameter in group.parameters.items()
+        }
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """To be called after the tensors of `tensors` were filled: brings the rest in line with them."""
+        step = self.adamw.state[self.flats[0].master]["step"]
+        for flat in self.flats[1:]:
+            self.adamw.state[flat.master]["step"].copy_(step)
+        self._round_to_model()
+
+    def all_finite(self) -> Tensor:
+        """Whether all weights and moments are finite: a boolean scalar on the device."""
+        # A sum is finite only if every element is (or it overflows, which is as bad); no mask is built.
+        sums = [
+            buffer.sum()
+            for flat in self.flats
+            for buffer in (flat.master.detach(), *self._moments(flat))
+        ]
+        return torch.isfinite(torch.stack(sums)).all()
+
+    def _moments(self, flat: _Flat) -> tuple[Tensor, Tensor]:
+        state = self.adamw.state[flat.master]
+        return state["exp_avg"], state["exp_avg_sq"]
