@@ -1,0 +1,175 @@
+"""YAML without surprises, overrides typed like the file, and the nearest name."""
+
+import math
+
+import pytest
+
+from training.config_load import (
+    ConfigError,
+    apply_overrides,
+    nearest,
+    parse_yaml,
+    read_yaml,
+    unknown_key_message,
+)
+
+SCALARS = [
+    # text, value: what a person means by it (rules of YAML 1.2, and whole numbers written 3e8)
+    ("1e-4", 1e-4),
+    ("1E-4", 1e-4),
+    ("-2.5e-3", -2.5e-3),
+    ("3e8", 300_000_000),
+    ("1e4", 10_000),
+    ("3.5e8", 350_000_000.0),
+    ("1.e3", 1000.0),
+    (".5", 0.5),
+    ("+1.5", 1.5),
+    ("-7", -7),
+    ("0", 0),
+    ("1_000_000", 1_000_000),
+    ("0x10", 16),
+    ("0o17", 15),
+    ("true", True),
+    ("False", False),
+    ("null", None),
+    ("~", None),
+    ("", None),
+    # words and text, never booleans, base-8 or base-60 numbers, or dates
+    ("off", "off"),
+    ("on", "on"),
+    ("yes", "yes"),
+    ("no", "no"),
+    ("n", "n"),
+    ("010", "010"),
+    ("-08", "-08"),
+    ("1:30", "1:30"),
+    ("2026-01-31", "2026-01-31"),
+    ("1e", "1e"),
+    ("e5", "e5"),
+    ("1.2.3", "1.2.3"),
+    ("'1e-4'", "1e-4"),
+    ('"true"', "true"),
+    # flow collections
+    ("[0.9, 95e-2]", [0.9, 0.95]),
+    ("[]", []),
+    ("{a: 1e-3, b: [off, 010]}", {"a": 1e-3, "b": ["off", "010"]}),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), SCALARS, ids=[repr(text) for text, _ in SCALARS])
+def test_value_is_what_is_meant_in_file_and_on_command_line(tmp_path, text, value):
+    file = tmp_path / "x.yaml"
+    file.write_text(f"s:\n  k: {text}\n")
+    from_file = read_yaml(file)["s"]["k"]
+    from_word = apply_overrides({}, [f"s.k={text}"])["s"]["k"]
+    for got in (from_file, from_word):
+        assert got == value
+        assert type(got) is type(value), f"{text!r} became {got!r}"
+
+
+def test_infinity_and_nan_are_numbers():
+    assert parse_yaml("-.inf", "x") == -math.inf
+    assert math.isnan(parse_yaml(".nan", "x"))
+
+
+def test_a_key_given_twice_is_an_error_with_its_line(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("optim:\n  lr: 1e-3\n  eps: 1e-8\n  lr: 1e-4\n")
+    with pytest.raises(ConfigError, match=r"x\.yaml: key 'lr' is given twice .*line 4"):
+        read_yaml(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1, 2", "not valid YAML in line"),
+        ("a:\n\t- 1\n", "not valid YAML in line 2"),
+        ("- 1\n- 2\n", "must hold sections.*not a list"),
+        ("just words\n", "must hold sections.*not text"),
+    ],
+)
+def test_broken_files_say_what_and_where(tmp_path, text, message):
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_yaml(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_names_the_nearest(tmp_path):
+    (tmp_path / "quickstart.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"does not exist; did you mean .*quickstart\.yaml"):
+        read_yaml(tmp_path / "quickstrat.yaml")
+    assert read_yaml(tmp_path / "quickstart.yaml") == {}
+
+
+def test_overrides_reach_new_sections_lists_and_list_items():
+    values = {"data": {"sources": [{"path": "a"}, {"path": "b"}]}, "eval": None}
+    apply_overrides(
+        values,
+        [
+            "data.sources.1.path=c",
+            "--optim.betas=[0.8, 0.9]",
+            "eval.batches=3",
+            "a.b=x=y",
+            "a.c={k: 1}",
+        ],
+    )
+    assert values == {
+        "data": {"sources": [{"path": "a"}, {"path": "c"}]},
+        "optim": {"betas": [0.8, 0.9]},
+        "eval": {"batches": 3},
+        "a": {"b": "x=y", "c": {"k": 1}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.steps", "'train.steps' is not an override; write section.key=value"),
+        ("=5", "is not an override"),
+        ("steps=5", "must name section.key"),
+        ("train..steps=5", "must name section.key"),
+        ("data.sources.2.path=c", "data.sources is a list of 2, so '2' must be a number below 2"),
+        ("data.sources.path=c", "data.sources is a list of 2, so 'path' must be a number"),
+        ("data.seq_len.x=c", "data.seq_len is a number and holds no keys"),
+        ("data.seq_len=[1", "the value of override 'data.seq_len=\\[1' is not valid YAML"),
+    ],
+)
+def test_bad_overrides(word, message):
+    values = {"data": {"sources": [{}, {}], "seq_len": 8}}
+    with pytest.raises(ConfigError, match=message) as caught:
+        apply_overrides(values, [word])
+    assert "\n" not in str(caught.value)
+
+
+NAMES = {
+    "": ["train", "optim", "eval"],
+    "train": ["steps", "num_epochs", "compile"],
+    "optim": ["lr", "weight_decay"],
+    "eval": ["every_steps", "batches"],
+    "data.sources": ["path", "weight"],
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "expected"),
+    [
+        ("train", "num-epochs", "unknown key train.num-epochs=1; did you mean train.num_epochs?"),
+        ("train", "Steps", "did you mean train.steps?"),
+        ("optim", "weight_decy", "did you mean optim.weight_decay?"),
+        ("", "lr", "unknown section or key 'lr'; did you mean optim.lr?"),
+        ("", "optm", "did you mean optim?"),
+        ("", "weight-decay", "did you mean optim.weight_decay?"),
+        ("train", "lr", "unknown key train.lr=1; did you mean optim.lr?"),
+        ("train", "batchs", "did you mean eval.batches?"),
+        ("data.sources", "pth", "did you mean data.sources.path?"),
+        ("optim", "zzzz", "valid names in optim: lr, weight_decay"),
+    ],
+)
+def test_unknown_key_names_section_value_and_nearest(section, key, expected):
+    assert expected in unknown_key_message(section, key, 1, NAMES)
+
+
+def test_nearest_gives_nothing_rather_than_nonsense():
+    assert nearest("qqqqq", ["lr", "steps"]) is None
