@@ -1,4 +1,4 @@
-"""What differs between one process and many: process groups, gradient sums, agreement between processes.
+"""What differs between one process and many: process groups, sums of gradients, agreements.
 
 Nothing here knows the model, the data or the optimizer.
 """

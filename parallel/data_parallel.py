@@ -1,16 +1,16 @@
 """Plain data parallelism: every process holds the whole model and its own rows of each batch.
 
-One process needs none of this and starts no process group; `World` then describes a world of one, and every
-function below does nothing. So the training code has a single path.
+One process needs none of this and starts no process group; `World` then describes a world of one,
+and every function below does nothing. So the training code has a single path.
 
 Three process groups, each with one job:
 
 - `data`: gradients and metrics, on the device (NCCL on CUDA, gloo on a CPU).
-- `control`: a few integers a step over gloo, in host memory. It carries the number of targets (the divisor of
-  the loss) and whether any process was asked to stop. Host memory, because reading a device tensor back
-  each step would stall the GPU's queue.
-- `checkpoint`: gloo; saving in the background must not share a group with the training thread (the two
-  threads' collectives would pair up wrongly).
+- `control`: a few integers a step over gloo, in host memory. It carries the number of targets (the
+  divisor of the loss) and whether any process was asked to stop. Host memory, because reading a
+  device tensor back each step would stall the GPU's queue.
+- `checkpoint`: gloo; saving in the background must not share a group with the training thread (the
+  two threads' collectives would pair up wrongly).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
 
 
 def shutdown(world: World, failed: bool = False) -> None:
-    """Leave the process groups. After a failure the others may never answer, so nothing is waited for."""
+    """Leave the process groups; after a failure without waiting, as the others may never answer."""
     if world.size == 1 or not dist.is_initialized():
         return
     if failed:
@@ -105,14 +105,14 @@ def shutdown(world: World, failed: bool = False) -> None:
 
 
 def sum_(world: World, tensor: Tensor) -> Tensor:
-    """`tensor` replaced by its sum over all processes (on its device, without a host sync on CUDA)."""
+    """`tensor` replaced by its sum over all processes, on its device, without a host sync."""
     if world.size > 1:
         dist.all_reduce(tensor, group=world.data)
     return tensor
 
 
 def agree(world: World, values: Sequence[int]) -> list[int]:
-    """Sums of whole numbers over all processes, exact, in host memory; the same list on every process."""
+    """Exact sums of whole numbers over all processes, in host memory, the same everywhere."""
     if world.size == 1:
         return list(values)
     sums = torch.tensor(values, dtype=torch.int64)
@@ -148,14 +148,14 @@ def barrier(world: World) -> None:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> int:
-    """A number that (but for collisions) only equal bits in equal order give; one host read-back."""
+    """A number that (but for collisions) only equal bits in equal order give; one read-back."""
     total = 0
     sums: list[Tensor] = []
     words_of = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for tensor in tensors:
         words = tensor.detach().reshape(-1).view(words_of[tensor.element_size()])
         for piece in words.split(1 << 24):  # the int64 copies below stay small
-            # Weights by place, so that swapped elements are seen; int64 wraps, which is well defined.
+            # Weights by place, so that swapped elements are seen; int64 wraps, as is well defined.
             place = torch.arange(piece.numel(), device=piece.device) + (total + 1)
             sums.append((piece.to(torch.int64) * (place * 2654435761 + 1)).sum())
             total += piece.numel()
@@ -165,8 +165,8 @@ def fingerprint(tensors: Sequence[Tensor]) -> int:
 def check_same_weights(world: World, tensors: Sequence[Tensor]) -> None:
     """Refuse to train when processes start from different weights.
 
-    They are built from the same seed or read from the same files, so a difference is a fault (another
-    library version on one host, a damaged file) that averaging gradients would hide.
+    They are built from the same seed or read from the same files, so a difference is a fault
+    (another library version on one host, a damaged file) that averaging gradients would hide.
 
     Raises:
         ValueError: some processes hold other bits than the first; names their ranks.
@@ -177,6 +177,6 @@ def check_same_weights(world: World, tensors: Sequence[Tensor]) -> None:
     others = [rank for rank, value in enumerate(prints) if value != prints[0]]
     if others:
         raise ValueError(
-            f"processes {others} start from other weights than process 0; check that all hosts have the "
-            f"same library versions and see the same files"
+            f"processes {others} start from other weights than process 0; check that all hosts "
+            f"have the same library versions and see the same files"
         )

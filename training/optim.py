@@ -2,18 +2,20 @@
 
 Every parameter group lives in flat buffers:
 
-    gradient   float32, one buffer for all groups: one all-reduce, one norm, one fill with zeros per step
-    master     float32, one per group: what AdamW updates. A float32 parameter *is* a piece of it; a
-               bfloat16 parameter is a rounded copy, since a step of 6e-4 is lost on a bfloat16 weight of 1
+    gradient   float32, one buffer for all groups: one all-reduce, one norm, one fill with zeros
+    master     float32, one per group: what AdamW updates. A float32 parameter *is* a piece of it;
+               a bfloat16 one is a rounded copy (a step of 6e-4 is lost on a bfloat16 weight of 1)
     moments    float32, two per group, inside torch.optim.AdamW
 
-Gradients of micro-batches are added in float32: a hook moves each bfloat16 gradient into the buffer as soon as
-autograd has finished it, so never more than a layer's gradients exist twice.
+Gradients of micro-batches are added in float32: a hook moves each bfloat16 gradient into the buffer
+as soon as autograd has finished it, so never more than a layer's gradients exist twice.
 
-Whether a step is applied is decided on the device (`StepGuard`): the fused AdamW kernel takes `found_inf` and
-then leaves weights, moments and its step count alone. No value is read back to the host.
+Whether a step is applied is decided on the device (`StepGuard`): the fused AdamW kernel takes
+`found_inf` and then leaves weights, moments and its step count alone. No value is read back to the
+host.
 
-Shape letters: P elements of one group's flat buffer, padded so that every parameter starts at a multiple of `ALIGN`.
+Shape letters: P elements of one group's flat buffer, padded so that every parameter starts at a
+multiple of `ALIGN`.
 """
 
 from __future__ import annotations
@@ -25,14 +27,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-ALIGN = (
-    64  # elements; 256 bytes in float32, 128 in bfloat16: what TMA and vector loads ask for at most
-)
+# Elements; 256 bytes in float32, 128 in bfloat16: the most that TMA and vector loads ask for.
+ALIGN = 64
 
 # The rule of weight decay, by kind of parameter (`models.parameter_kinds`). Matrices that multiply
-# activations decay; what scales, shifts or looks up does not: a norm's scale and a bias have no scale freedom
-# to keep in check, an embedding row that does not occur in the batch would shrink for nothing, and routers have
-# their own setting.
+# activations decay; what scales, shifts or looks up does not: a norm's scale and a bias have no
+# scale freedom to keep in check, an embedding row that does not occur in the batch would shrink for
+# nothing, and routers have their own setting.
 DECAYED = {
     "attention": True,
     "mlp": True,
@@ -45,7 +46,7 @@ DECAYED = {
 }
 ROUTER = "router"
 
-# Extra elements behind the gradients, summed over processes by the same all-reduce: the step's loss terms.
+# Loss terms of the step, kept behind the gradients: the same all-reduce sums them over processes.
 TERMS = ("loss", "balance_loss", "z_loss")
 
 
@@ -129,13 +130,14 @@ class Outcome(NamedTuple):
 class StepGuard:
     """Decides on the device, the same on every process, whether a step is applied.
 
-    A step is skipped when its loss or the norm of its gradients is not finite, and, with `spike_factor`, when
-    the norm exceeds that multiple of its running mean once `HISTORY` steps were seen. A spike enters the mean
-    cut to the limit, so a lasting change of scale is followed within some steps and not refused for ever;
-    a step that is not finite leaves the mean alone.
+    A step is skipped when its loss or the norm of its gradients is not finite, and, with
+    `spike_factor`, when the norm exceeds that multiple of its running mean once `HISTORY` steps
+    were seen. A spike enters the mean cut to the limit, so a lasting change of scale is followed
+    within some steps and not refused for ever; a step that is not finite leaves the mean alone.
 
-    With `stop` (`optim.on_nonfinite=stop`) everything after the first step that is not finite is left out as
-    well, so the weights stay those before it until the host learns of it at the next log step.
+    With `stop` (`optim.on_nonfinite=stop`) everything after the first step that is not finite is
+    left out as well, so the weights stay those before it until the host learns of it at the next
+    log step.
     """
 
     HISTORY = 20
@@ -155,7 +157,7 @@ class StepGuard:
         return {"mean_norm": self.mean_norm, "seen": self.seen, "skipped": self.skipped}
 
     def judge(self, norm: Tensor, terms: Tensor) -> Outcome:
-        """The outcome for a step with this gradient norm and these loss terms; updates the running mean."""
+        """The outcome for a step with this gradient norm and these loss terms."""
         bad = ~torch.isfinite(norm + terms.sum())
         limit = torch.full_like(norm, float("inf"))
         if self.spike_factor is not None:
@@ -212,13 +214,13 @@ class _Flat:
 
 
 class MasterAdamW:
-    """AdamW (decoupled weight decay, Loshchilov & Hutter, arXiv 1711.05101) over flat float32 buffers.
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over flat float32 buffers.
 
-    Use: `zero_grad()`, any number of backward passes, `sum_gradients` over processes (the caller's, on
-    `gradient`), `step(lr)`.
+    Use: `zero_grad()`, any number of backward passes, `sum_gradients` over processes (the caller's,
+    on `gradient`), `step(lr)`.
 
-    Building it moves every parameter into the flat buffers (`parameter.data` is replaced), so the model must
-    be on its device already and must not be moved or cast afterwards.
+    Building it moves every parameter into the flat buffers (`parameter.data` is replaced), so the
+    model must be on its device already and must not be moved or cast afterwards.
     """
 
     def __init__(
@@ -238,8 +240,8 @@ class MasterAdamW:
         owners = [id(p) for group in groups for p in group.parameters.values()]
         if not owners or len(set(owners)) != len(owners):
             raise ValueError(
-                f"{len(owners)} parameters in {len(groups)} groups, {len(set(owners))} different ones: "
-                f"each must be in exactly one group"
+                f"{len(owners)} parameters in {len(groups)} groups, {len(set(owners))} different "
+                f"ones: each must be in exactly one group"
             )
         self.groups = groups
         self.clip_norm = clip_norm
@@ -325,10 +327,11 @@ class MasterAdamW:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to save, under logical names that know nothing of groups; views, so loading fills them.
+        """Everything to save, by logical names that know nothing of groups; views to load into.
 
-        `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`: float32, one-dimensional (the tensor of the whole
-        model flattened, whichever part of it a process holds). `adam_step` and `guard/…`: scalars.
+        `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`: float32, one-dimensional (the tensor of
+        the whole model flattened, whichever part of it a process holds). `adam_step` and `guard/…`:
+        scalars.
         """
         found: dict[str, Tensor] = {}
         for flat in self.flats:
@@ -353,7 +356,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """To be called after the tensors of `tensors` were filled: brings the rest in line with them."""
+        """Call it after the tensors of `tensors` were filled: the rest follows them."""
         step = self.adamw.state[self.flats[0].master]["step"]
         for flat in self.flats[1:]:
             self.adamw.state[flat.master]["step"].copy_(step)
@@ -361,7 +364,7 @@ class MasterAdamW:
 
     def all_finite(self) -> Tensor:
         """Whether all weights and moments are finite: a boolean scalar on the device."""
-        # A sum is finite only if every element is (or it overflows, which is as bad); no mask is built.
+        # A sum is finite only if every element is (or it overflows, as bad); no mask is built.
         sums = [
             buffer.sum()
             for flat in self.flats

@@ -1,11 +1,12 @@
 """Learning-rate schedules: pure functions of the step.
 
-Nothing here holds state, so nothing has to be saved, and a resumed run cannot be one step ahead or behind.
-Steps count from 0. A step that is skipped (NaN, a spike) still advances the schedule: the learning rate
-belongs to the position in the data, and two runs over the same data stay comparable step by step.
+Nothing here holds state, so nothing has to be saved, and a resumed run cannot be one step ahead or
+behind. Steps count from 0. A step that is skipped (NaN, a spike) still advances the schedule: the
+learning rate belongs to the position in the data, and two runs over the same data stay comparable
+step by step.
 
-The end of every decay is reached *after* the last step (step `steps` itself is never taken), so no step is
-wasted on a learning rate of zero.
+The end of every decay is reached *after* the last step (step `steps` itself is never taken), so no
+step is wasted on a learning rate of zero.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ def lr_factor(
     - ``linear``, ``cosine``: from 1 down to `min_ratio` over the remaining steps.
     - ``wsd`` (warm-up, stable, decay): 1 until the last `decay_fraction` of all steps, then along
       1 - sqrt(x) down to `min_ratio`. The shape is the best of those compared by Hägele et al.,
-      "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (arXiv 2405.18392).
-      Its stable part does not depend on `steps`: a run can be made longer before the decay starts.
+      "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (arXiv
+      2405.18392). Its stable part does not depend on `steps`: a run can be made longer before the
+      decay starts.
 
     Args:
         step: the step about to be taken, from 0.

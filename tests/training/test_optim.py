@@ -190,7 +190,7 @@ def test_equals_torch_adamw_with_clipping(micro_batches):
 
 
 def test_bfloat16_weights_move_by_their_float32_masters():
-    """p = 1, a step of 6e-4 in one direction, 100 times: a bfloat16 weight alone would stay at 1."""
+    """p = 1, 100 steps of 6e-4 in one direction: a bfloat16 weight alone would stay at 1."""
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     group = Group("decayed", {"w": weight}, 1.0, 0.0)
     optimizer = MasterAdamW([group], eps=1e-12, clip_norm=None)
@@ -244,7 +244,7 @@ def test_pieces_are_aligned_and_cover_the_parameters():
         assert parameter.data_ptr() % 64 == 0, name  # what malloc itself gives
         assert torch.equal(parameter, values[name]), f"{name} changed when it moved"
     shapes = optimizer.shapes()
-    for name, parameter in model.named_parameters():
+    for name in values:
         piece = optimizer.tensors()[f"weights/{name}"]
         assert torch.equal(piece.view(shapes[name]), values[name].float())
 
@@ -255,7 +255,7 @@ def test_pieces_are_aligned_and_cover_the_parameters():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", ["nan", "inf", "loss", "overflow"])
 def test_a_bad_step_leaves_no_trace(dtype, fault):
-    """Weights, moments and step count equal, bit for bit, those of a run that never saw the step."""
+    """Weights, moments, step count equal bit for bit those of a run that never saw the step."""
     torch.manual_seed(0)
     faulty = Model(dtype)
     clean = copy.deepcopy(faulty)
