@@ -1,0 +1,303 @@
+"""The experts of an MoE layer: out[t] = sum over its e of gate · W2[e] · activation(W1[e] · x[t]).
+
+    experts            tokens in, tokens out, any `Routing` (top-K, rounded, ragged, empty slots)
+    permuted_experts   rows already sorted by expert in, rows out: what an all-to-all delivers
+
+Both are one autograd function composed of the operators under `moe/kernels`. Kept for backward: X,
+H, the gates and int32 indices, 2TD + 4TKN bytes in bf16 and gated activations; with save="x" H is
+computed again. The graph of operators follows SonicMoE (arXiv 2512.14080); neither the gathered X,
+A, Y nor their gradients outlive the call.
+
+Shape letters: T tokens, R rows (expert order), S slots (token order), E experts, K experts per
+token, D model width, N expert width, H columns of the up-projection (2N for gated activations,
+gate and up rows interleaved; else N).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.kernels._grouped import gather_rows_ref, row_tiles, used_rows
+from moe.kernels._triton import pick_backend
+from moe.kernels.activations import activation_width
+from moe.kernels.combine import combine
+from moe.kernels.down_backward import down_backward
+from moe.kernels.down_forward import down_forward
+from moe.kernels.input_gradient import input_gradient
+from moe.kernels.up_forward import up_forward
+from moe.kernels.weight_gradient import bias_gradient, weight_gradient
+from moe.routing import Routing
+
+BACKENDS = ("reference", "triton")
+SAVE = ("h", "x")
+
+
+class _Experts(torch.autograd.Function):
+    """Forward and backward of both entries; `row_S` None means rows in, rows out."""
+
+    @staticmethod
+    def forward(
+        ctx, x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
+        slot_offsets_T1, slots_per_token, activation, save, backend, with_grad, main_w1, main_w2,
+    ):  # fmt: skip
+        permuted = row_S is None
+        num_rows = (x if token_R is None else token_R).shape[0]
+        tiles = row_tiles(offsets_E1, num_rows) if backend == "triton" else []
+        rows, source_R = x, token_R
+        if backend == "reference":  # gather once, in front, where the products are torch's own
+            rows, source_R = gather_rows_ref(x, token_R), None
+        save_h = with_grad and save == "h"
+        h_RH, a_RN = up_forward(
+            rows, w1_EHD, b1_EH, source_R, offsets_E1,
+            activation=activation, save_h=save_h, tiles=tiles, backend=backend,
+        )  # fmt: skip
+        del rows
+        y_RD = down_forward(
+            a_RN, w2_EDN, b2_ED, offsets_E1,
+            scale_R=gates_S if permuted else None, tiles=tiles, backend=backend,
+        )  # fmt: skip
+        del a_RN
+        if permuted:
+            out = _clear_unused(y_RD, offsets_E1)
+        else:
+            out = combine(
+                y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
+                slot_offsets_T1=slot_offsets_T1, backend=backend,
+            )  # fmt: skip
+        if with_grad:
+            ctx.save_for_backward(
+                x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH if save_h else None,
+                token_R, slot_R, row_S, offsets_E1, slot_offsets_T1, *tiles,
+            )  # fmt: skip
+            ctx.mains = (main_w1, main_w2)
+            ctx.slots_per_token = slots_per_token
+            ctx.activation = activation
+            ctx.backend = backend
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        (
+            x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH, token_R, slot_R, row_S, offsets_E1,
+            slot_offsets_T1, *tiles,
+        ) = ctx.saved_tensors  # fmt: skip
+        need_x, need_w1, need_w2, need_gates, need_b1, need_b2 = ctx.needs_input_grad[:6]
+        main_w1, main_w2 = ctx.mains
+        backend = ctx.backend
+        dx = dw1 = dw2 = dgates = db1 = db2 = None
+
+        do, do_token_R = dout, token_R
+        if backend == "reference":
+            do, do_token_R = gather_rows_ref(dout, token_R), None
+        if need_b2:
+            db2 = bias_gradient(do, do_token_R, gates_S, slot_R, offsets_E1, backend=backend)
+        need_dh = need_x or need_w1 or need_b1
+        if not (need_dh or need_w2 or need_gates):
+            return (*(None,) * 5, db2, *(None,) * 12)
+
+        def gathered_x():
+            return (gather_rows_ref(x, token_R), None) if backend == "reference" else (x, token_R)
+
+        if h_RH is None:
+            rows, source_R = gathered_x()
+            h_RH, _ = up_forward(
+                rows, w1_EHD, b1_EH, source_R, offsets_E1,
+                activation=ctx.activation, tiles=tiles, backend=backend,
+            )  # fmt: skip
+            del rows
+        dh_RH, a_RN, dgates = down_backward(
+            do, w2_EDN, b2_ED, h_RH, gates_S, do_token_R, slot_R, row_S, offsets_E1,
+            activation=ctx.activation, want_dh=need_dh, want_a=need_w2, want_dgate=need_gates,
+            tiles=tiles, backend=backend,
+        )  # fmt: skip
+        del h_RH
+        if need_w2:
+            dw2 = weight_gradient(
+                do, a_RN, do_token_R, None, offsets_E1, add_to_EIO=main_w2, backend=backend
+            )
+        del do, a_RN
+        if need_x:
+            dx = input_gradient(dh_RH, w1_EHD, offsets_E1, tiles=tiles, backend=backend)
+            if token_R is None:
+                dx = _clear_unused(dx, offsets_E1)
+            else:
+                dx = combine(
+                    dx, None, row_S, num_tokens=x.shape[0], slots_per_token=ctx.slots_per_token,
+                    slot_offsets_T1=slot_offsets_T1, backend=backend,
+                )  # fmt: skip
+        if need_b1:
+            db1 = bias_gradient(dh_RH, None, None, None, offsets_E1, backend=backend)
+        if need_w1:
+            rows, source_R = gathered_x()
+            dw1 = weight_gradient(
+                dh_RH, rows, None, source_R, offsets_E1, add_to_EIO=main_w1, backend=backend
+            )
+        return (dx, dw1, dw2, dgates, db1, db2, *(None,) * 12)
+
+
+def _clear_unused(y_RD: Tensor, offsets_E1: Tensor) -> Tensor:
+    """Zeroes the rows that belong to no expert; they hold whatever the memory held."""
+    return y_RD.masked_fill_(~used_rows(offsets_E1, y_RD.shape[0])[:, None], 0.0)
+
+
+# ------------------------------------------------------------------------------------------ public
+
+
+def experts(
+    x_TD: Tensor,
+    w1_EHD: Tensor,
+    w2_EDN: Tensor,
+    routing: Routing,
+    *,
+    activation: str = "swiglu",
+    b1_EH: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    save: str = "h",
+    backend: str = "auto",
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """The gate-weighted sum of each token's experts.
+
+    Args:
+        x_TD: tokens; float32, float16 or bfloat16 (float64 with the reference).
+        w1_EHD: up-projections (E, 2N, D) with gate and up rows interleaved (2j gate, 2j + 1 up),
+            or (E, N, D) for
+            ungated activations.
+        w2_EDN: down-projections.
+        routing: who goes where, with which gate; any number of experts per token.
+        activation: swiglu, geglu, reglu (gated), relu2, gelu or silu; see
+        `moe.kernels.activations`. b1_EH, b2_ED: biases or None.
+        save: "h" keeps the pre-activations for backward, "x" computes them again.
+        backend: "auto", "triton" or "reference".
+        main_grads: buffers, usually float32, to which the gradients of w1 and w2 are added in
+            backward in place of
+            making gradients (their `.grad` then stays None). Not under torch.compile.
+
+    Returns:
+        out_TD in the dtype that a linear layer would give: that of x, or the autocast dtype.
+
+    Gradients: x, weights, gates (`routing.gates_S`) and biases; what is frozen costs nothing.
+    Float32 sums, one rounding and no atomics: the same bits every time. A second backward through
+        the gradient raises RuntimeError.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that do not fit, by name.
+    """
+    if routing.num_tokens != x_TD.shape[0]:
+        raise ValueError(
+            f"x_TD has {x_TD.shape[0]} tokens, the routing was made for {routing.num_tokens}"
+        )
+    return _apply(
+        x_TD, w1_EHD, w2_EDN, routing.gates_S, b1_EH, b2_ED, routing.token_R, routing.slot_R,
+        routing.row_S, routing.offsets_E1, routing.slot_offsets_T1, routing.slots_per_token,
+        activation, save, backend, main_grads,
+    )  # fmt: skip
+
+
+def permuted_experts(
+    x_RD: Tensor,
+    w1_EHD: Tensor,
+    w2_EDN: Tensor,
+    offsets_E1: Tensor,
+    *,
+    gates_R: Tensor | None = None,
+    activation: str = "swiglu",
+    b1_EH: Tensor | None = None,
+    b2_ED: Tensor | None = None,
+    save: str = "h",
+    backend: str = "auto",
+    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """The experts on rows that are already sorted by expert, as an all-to-all delivers them.
+
+    Args:
+        x_RD: rows, expert e's at offsets_E1[e] … offsets_E1[e + 1] - 1.
+        offsets_E1: int32 [E + 1]; rows from its last entry on belong to no expert: their output
+            and gradient are zero.
+        gates_R: fp32 factor of each output row, or None for 1.
+
+    The other arguments, the dtype of the result and the errors are those of `experts`.
+
+    Returns:
+        y_RD, row by row.
+    """
+    if gates_R is not None and gates_R.shape != x_RD.shape[:1]:
+        raise ValueError(
+            f"gates_R has shape {tuple(gates_R.shape)}, must be {tuple(x_RD.shape[:1])}"
+        )
+    return _apply(
+        x_RD, w1_EHD, w2_EDN, gates_R, b1_EH, b2_ED, None, None, None, offsets_E1, None, None,
+        activation, save, backend, main_grads,
+    )  # fmt: skip
+
+
+def _apply(
+    x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1, slot_offsets_T1,
+    slots_per_token, activation, save, backend, main_grads,
+):  # fmt: skip
+    x, w1_EHD, w2_EDN, b1_EH, b2_ED = _autocast(x, w1_EHD, w2_EDN, b1_EH, b2_ED)
+    _check(x, w1_EHD, w2_EDN, b1_EH, b2_ED, offsets_E1, activation, save)
+    main_w1, main_w2 = main_grads
+    for name, main, weight in (("w1", main_w1, w1_EHD), ("w2", main_w2, w2_EDN)):
+        if main is not None and (main.shape != weight.shape or not main.is_contiguous()):
+            raise ValueError(
+                f"main_grads of {name} must be contiguous with shape {tuple(weight.shape)}, "
+                f"got shape {tuple(main.shape)} and strides {main.stride()}"
+            )
+    return _Experts.apply(
+        x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
+        slot_offsets_T1, slots_per_token, activation, save, pick_backend(backend, x,
+        available=BACKENDS), torch.is_grad_enabled(), main_w1, main_w2,
+    )  # fmt: skip
+
+
+def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Casts as autocast does in front of a linear layer (everything floating but float64)."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or t.dtype in (dtype, torch.float64) else t.to(dtype) for t in tensors]
+
+
+def _check(x, w1_EHD, w2_EDN, b1_EH, b2_ED, offsets_E1, activation, save) -> None:
+    """Refuses by name what no backend can do, before anything is launched."""
+    width = activation_width(activation)
+    if save not in SAVE:
+        raise ValueError(f"save={save!r} is unknown; allowed: {', '.join(SAVE)}")
+    if x.ndim != 2:
+        raise ValueError(f"x must have 2 dimensions (rows, D), got shape {tuple(x.shape)}")
+    if w1_EHD.ndim != 3 or w2_EDN.ndim != 3:
+        raise ValueError(
+            f"w1 and w2 must have 3 dimensions, got shapes {tuple(w1_EHD.shape)} "
+            f"and {tuple(w2_EDN.shape)}"
+        )
+    E, D, N = w2_EDN.shape
+    if x.shape[1] != D:
+        raise ValueError(f"x has width {x.shape[1]}, w2 (E, D, N) has D={D}")
+    if tuple(w1_EHD.shape) != (E, width * N, D):
+        raise ValueError(
+            f"w1 has shape {tuple(w1_EHD.shape)}; with w2 {tuple(w2_EDN.shape)} and "
+            f"activation={activation!r} "
+            f"it must be {(E, width * N, D)}"
+        )
+    if offsets_E1.shape[0] != E + 1:
+        raise ValueError(f"the routing has {offsets_E1.shape[0] - 1} experts, the weights have {E}")
+    if E < 1 or D < 1 or N < 1:
+        raise ValueError(f"E, D and N must be at least 1, got E={E}, D={D}, N={N}")
+    for name, bias, shape in (("b1", b1_EH, (E, width * N)), ("b2", b2_ED, (E, D))):
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(bias.shape)}, must be {shape}")
+    for name, t in (("w1", w1_EHD), ("w2", w2_EDN), ("b1", b1_EH), ("b2", b2_ED)):
+        if t is not None and t.dtype != x.dtype:
+            raise ValueError(
+                f"{name} is {t.dtype} and x is {x.dtype}: they must agree, as in a linear layer "
+                "(or use autocast)"
+            )
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} is on {t.device} and x on {x.device}")
+    if offsets_E1.device != x.device:
+        raise ValueError(f"the routing is on {offsets_E1.device} and x on {x.device}")

@@ -1,0 +1,97 @@
+"""Activations of the experts: forward and backward, plain torch and inside Triton kernels.
+
+A gated activation reads two columns of H for each column of A, gate and up interleaved (2j gate,
+2j + 1 up), so that a pair always sits in one row of one tile. An ungated activation reads one.
+
+    swiglu  silu(gate) * up        relu2  relu(x)^2
+    geglu   gelu(gate) * up        gelu   x * Phi(x), exact (erf)
+    reglu   relu(gate) * up        silu   x * sigmoid(x)
+
+All arithmetic is in float32 (float64 for float64 tensors); tensors keep their own dtype.
+
+Shape letters: R rows, N columns of A, H columns of H (2N gated, N ungated).
+"""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+from torch import Tensor
+
+# name -> columns of H that one column of A reads
+WIDTH = {"swiglu": 2, "geglu": 2, "reglu": 2, "relu2": 1, "gelu": 1, "silu": 1}
+
+_INV_SQRT2 = 0.7071067811865476
+_INV_SQRT_2PI = 0.3989422804014327
+
+
+def activation_width(name: str) -> int:
+    """Columns of H per column of A: 2 for gated activations, 1 for the others.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    try:
+        return WIDTH[name]
+    except (KeyError, TypeError):
+        near = difflib.get_close_matches(str(name), WIDTH, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"activation={name!r} is unknown; allowed: {', '.join(WIDTH)}{hint}"
+        ) from None
+
+
+# --------------------------------------------------------------------------------------- reference
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A contiguous copy in the arithmetic's dtype: interleaved halves are slow to compute on."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _act_(x: Tensor, kind: str) -> Tensor:
+    """The inner function; may overwrite x."""
+    if kind in ("swiglu", "silu"):
+        return torch.nn.functional.silu(x, inplace=True)
+    if kind in ("geglu", "gelu"):
+        return torch.nn.functional.gelu(x)
+    x = x.relu_()
+    return x.square_() if kind == "relu2" else x
+
+
+def _act_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The inner function and its derivative at x."""
+    if kind in ("swiglu", "silu"):
+        s = torch.sigmoid(x)
+        f = x * s
+        return f, s.add(f).addcmul_(f, s, value=-1)  # s + f (1 - s)
+    if kind in ("geglu", "gelu"):
+        cdf = torch.erf(x * _INV_SQRT2).add_(1.0).mul_(0.5)
+        pdf = torch.exp(x.square() * -0.5).mul_(_INV_SQRT_2PI)
+        return x * cdf, cdf.addcmul_(x, pdf)
+    if kind == "relu2":
+        r = x.relu()
+        return r.square(), r.mul_(2.0)
+    return x.relu(), (x > 0).to(x.dtype)
+
+
+def activation_ref(h_RH: Tensor, kind: str) -> Tensor:
+    """a_RN of h_RH, in the dtype of h_RH."""
+    if WIDTH[kind] == 1:
+        return _act_(_wide(h_RH), kind).to(h_RH.dtype)
+    return _act_(_wide(h_RH[:, 0::2]), kind).mul_(h_RH[:, 1::2]).to(h_RH.dtype)
+
+
+def activation_backward_ref(h_RH: Tensor, da_RN: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(dH, A) in the dtype of the arithmetic, from H and the gradient of A (recomputes A)."""
+    if WIDTH[kind] == 1:
+        a, slope = _act_and_slope(_wide(h_RH), kind)
+        return slope.mul_(da_RN), a
+    up = _wide(h_RH[:, 1::2])
+    f, slope = _act_and_slope(_wide(h_RH[:, 0::2]), kind)
+    dh = torch.empty(h_RH.shape, dtype=f.dtype, device=f.device)
+    torch.mul(da_RN, f, out=dh[:, 1::2])
+    torch.mul(slope.mul_(up), da_RN, out=dh[:, 0::2])
+    return dh, f.mul_(up)

@@ -1,0 +1,60 @@
+"""Gradient of the gathered rows of X: dX̃ = dH · W1.
+
+Rows stay in expert order; `combine` without weights sums them per token.
+
+Shape letters: R rows (expert order), E experts, D model width, H columns of H.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe.kernels._grouped import define_op, grouped_rows_ref
+
+# --------------------------------------------------------------------------------------- reference
+
+
+def input_gradient_ref(dh_RH: Tensor, w1_EHD: Tensor, offsets_E1: Tensor) -> Tensor:
+    """Plain torch version of `input_gradient`, any device and dtype."""
+    return grouped_rows_ref(dh_RH, w1_EHD, offsets_E1)
+
+
+# --------------------------------------------------------------------------------------- custom op
+
+
+def _run(dh_RH, w1_EHD, offsets_E1, tiles, backend):
+    return input_gradient_ref(dh_RH, w1_EHD, offsets_E1)
+
+
+def _fake(dh_RH, w1_EHD, offsets_E1, tiles, backend):
+    return dh_RH.new_empty(dh_RH.shape[0], w1_EHD.shape[2])
+
+
+_op = define_op(
+    "input_gradient(Tensor dh_RH, Tensor w1_EHD, Tensor offsets_E1, Tensor[] tiles, "
+    "str backend) -> Tensor",
+    _run,
+    _fake,
+)
+
+# ------------------------------------------------------------------------------------------ public
+
+
+def input_gradient(
+    dh_RH: Tensor,
+    w1_EHD: Tensor,
+    offsets_E1: Tensor,
+    *,
+    tiles: list[Tensor] | None = None,
+    backend: str = "reference",
+) -> Tensor:
+    """dx_RD in the dtype of dH; rows that belong to no expert are left undefined.
+
+    Args:
+        dh_RH: gradient of the pre-activations, rows in expert order.
+        w1_EHD: weights of the up-projection.
+        offsets_E1: int32 first row of each expert.
+        tiles: row tiles, see `up_forward`.
+        backend: "reference" or "triton", already resolved.
+    """
+    return _op(dh_RH, w1_EHD, offsets_E1, tiles or [], backend)
