@@ -1,30 +1,257 @@
-"""The Mixture-of-Experts layer: router, routing, experts, shared expert."""
+"""The Mixture-of-Experts layer: router, routing, experts, shared expert.
+
+    layer = MoE(MoEConfig(hidden_size=512, expert_size=256, num_experts=64, num_experts_per_tok=8))
+    y, stats = layer(x)
+
+Shape letters: T tokens, D model width, N expert width, E experts, K experts per token.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from moe.rounding import RoundingConfig
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.balance import sequence_sum
+from moe.experts import SAVE, experts
+from moe.kernels._triton import BACKENDS
+from moe.kernels.activations import activation_width
+from moe.kernels.topk_gating import Gating
+from moe.metrics import RouterStats
+from moe.router import Router, check_router, probabilities
+from moe.routing import Routing
+
+# (layer, logits_TE, gating, routing) -> (gating, routing); how a trace reads and replaces a choice
+RoutingHook = Callable[["MoE", Tensor, Gating, Routing], tuple[Gating, Routing]]
 
 
 @dataclass(frozen=True)
 class MoEConfig:
+    """Everything that fixes a layer, besides its device and dtype.
+
+    Raises:
+        ValueError: impossible values and combinations, by field, value and what is allowed.
+    """
+
     hidden_size: int
+    """Model width D."""
     expert_size: int
+    """Inner width N of one expert."""
     num_experts: int
     num_experts_per_tok: int
+    """K."""
     score: str = "softmax"
+    """softmax | sigmoid | sqrtsoftplus | identity; definitions in `moe.kernels.topk_gating`."""
     norm: str = "topk_sum"
+    """How gates come from scores: topk_sum (they sum to 1), none, softmax_topk."""
     route_scale: float = 1.0
+    """Factor of all gates (DeepSeek-V3: 2.5)."""
     selection_bias: bool = False
+    """A float32 buffer, zero at first, added to the scores for the selection alone."""
     groups: int = 1
+    """Expert groups of the group-limited selection; 1 = plain top-K."""
     groups_kept: int = 1
     group_top: int = 2
+    """Scores that make a group's score; read when groups_kept < groups."""
     activation: str = "swiglu"
+    """One of `moe.kernels.activations.WIDTH`."""
     shared_expert_size: int = 0
+    """Inner width of the expert that every token uses; 0 = none."""
+    sequence_stats: bool = False
+    """Measure the balance of each sequence too, for `moe.balance.sequence_loss`."""
     kernels: str = "auto"
+    """auto | triton | reference; auto takes what is fastest on the tensors' device."""
     save: str = "h"
-    rounding: RoundingConfig | None = None
+    """What the experts keep for the backward: h (pre-activations), or x and compute h again."""
     init_std: float = 0.02
+    """Standard deviation of all initial weights."""
+    router_init_std: float | None = None
+    """That of the router's weight, if it is to differ."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "expert_size", "num_experts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.shared_expert_size < 0:
+            raise ValueError(f"shared_expert_size={self.shared_expert_size} must be 0 or more")
+        for name in ("init_std", "router_init_std"):
+            std = getattr(self, name)
+            if std is not None and not (math.isfinite(std) and std >= 0):
+                raise ValueError(f"{name}={std} must be a finite number, 0 or more")
+        if self.kernels not in BACKENDS:
+            raise ValueError(f"kernels={self.kernels!r} is unknown; allowed: {', '.join(BACKENDS)}")
+        if self.save not in SAVE:
+            raise ValueError(f"save={self.save!r} is unknown; allowed: {', '.join(SAVE)}")
+        activation_width(self.activation)
+        check_router(self)
+
+
+class SharedExpert(nn.Module):
+    """The feed-forward network that every token goes through next to its routed experts."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        size: int,
+        activation: str = "swiglu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        options = {"bias": False, "device": device, "dtype": dtype}
+        gated = activation_width(activation) == 2
+        self.gate_proj = nn.Linear(hidden_size, size, **options) if gated else None
+        self.up_proj = nn.Linear(hidden_size, size, **options)
+        self.down_proj = nn.Linear(size, hidden_size, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up_proj(x) if self.gate_proj is None else self.gate_proj(x)
+        if self.activation in ("swiglu", "silu"):
+            inner = F.silu(inner)
+        elif self.activation in ("geglu", "gelu"):
+            inner = F.gelu(inner)
+        else:
+            inner = F.relu(inner)
+        if self.activation == "relu2":
+            inner = inner.square()
+        if self.gate_proj is not None:
+            inner = inner * self.up_proj(x)
+        return self.down_proj(inner)
+
+
+class MoE(nn.Module):
+    """A drop-in feed-forward layer whose parameters are chosen per token.
+
+    Attributes:
+        router: `Router`; its weight [E, D] and selection bias [E] stay float32 whatever the
+            layer's dtype.
+        w1: [E, 2N, D] gate and up projections, rows interleaved (2j gate, 2j + 1 up); [E, N, D]
+            for activations without gate.
+        w2: [E, D, N] down projections.
+        shared: `SharedExpert` or None.
+        routing_hook: None, or what `RoutingTrace` puts there while it records or replays.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        E, D, N = config.num_experts, config.hidden_size, config.expert_size
+        rows = activation_width(config.activation) * N
+        self.router = Router(config, device=device)
+        self.w1 = nn.Parameter(torch.empty(E, rows, D, device=device, dtype=dtype))
+        self.w2 = nn.Parameter(torch.empty(E, D, N, device=device, dtype=dtype))
+        self.shared = None
+        if config.shared_expert_size:
+            self.shared = SharedExpert(
+                D, config.shared_expert_size, config.activation, device=device, dtype=dtype
+            )
+        self.routing_hook: RoutingHook | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights from N(0, init_std²); zero the selection bias."""
+        self.router.reset_parameters()
+        for weight in (self.w1, self.w2):
+            nn.init.normal_(weight, std=self.config.init_std)
+        if self.shared is not None:
+            for weight in self.shared.parameters():
+                nn.init.normal_(weight, std=self.config.init_std)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        """The layer's output and what its router did.
+
+        Args:
+            x: [..., D] in any float dtype, any number of leading axes, any of them 0. The last
+                leading axis is the sequence that `sequence_stats` measures.
+            valid: bool [...]; tokens that are False are padding: they give 0, take no part in any
+                statistic or gradient, and what they hold (even NaN) changes nothing.
+
+        Returns:
+            y: [..., D], in the dtype that a linear layer would give (the autocast dtype under
+                autocast).
+            stats: sums over the valid tokens; see `RouterStats`. No buffer of the layer changes.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit.
+        """
+        D = self.config.hidden_size
+        if x.shape[-1:] != (D,):
+            raise ValueError(f"x has shape {tuple(x.shape)}; its last axis must be hidden_size={D}")
+        x_TD = x.reshape(math.prod(x.shape[:-1]), D)
+        valid_T = None
+        if valid is not None:
+            if valid.shape != x.shape[:-1] or valid.dtype != torch.bool:
+                raise ValueError(
+                    f"valid must be bool of shape {tuple(x.shape[:-1])}, got {valid.dtype} "
+                    f"{tuple(valid.shape)}"
+                )
+            valid_T = valid.reshape(-1)
+            # 0 * NaN is NaN: a zero gate alone would let the content of padding into weight
+            # gradients
+            x_TD = torch.where(valid_T[:, None], x_TD, 0.0)
+
+        logits_TE = self.router.logits(x_TD)
+        gating = self.router.choose(logits_TE, valid_T)
+        routing = Routing.from_topk(
+            gating.expert_TK, gating.gate_TK, self.config.num_experts, self.config.kernels
+        )
+        if self.routing_hook is not None:
+            gating, routing = self.routing_hook(self, logits_TE, gating, routing)
+
+        y_TD = experts(
+            x_TD,
+            self.w1,
+            self.w2,
+            routing,
+            activation=self.config.activation,
+            save=self.config.save,
+            backend=self.config.kernels,
+        )
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
+        stats = self._stats(logits_TE, gating, routing, valid_T, sequences)
+        return y_TD.view(x.shape), stats
+
+    def _stats(
+        self,
+        logits_TE: Tensor,
+        gating: Gating,
+        routing: Routing,
+        valid_T: Tensor | None,
+        sequences: int,
+    ) -> RouterStats:
+        zero = gating.lse_T.new_zeros(())
+        sequence = zero
+        if self.config.sequence_stats and logits_TE.shape[0]:
+            prob_TE = probabilities(logits_TE, self.config.score, valid_T)
+            sequence = sequence_sum(prob_TE, gating.expert_TK, sequences)
+        with torch.no_grad():
+            share_TK = gating.gate_TK.clamp(min=0)
+            share_TK = share_TK / share_TK.sum(dim=1, keepdim=True).clamp(min=1e-20)
+            entropy = torch.special.entr(share_TK).sum()
+            tokens = zero + logits_TE.shape[0] if valid_T is None else valid_T.sum().to(zero.dtype)
+        return RouterStats(
+            counts_E=gating.counts_E,
+            prob_sum_E=gating.prob_sum_E,
+            z_sum=gating.lse_T.square().sum(),
+            sequence_sum=sequence,
+            entropy_sum=entropy,
+            tokens=tokens,
+            nonfinite=gating.nonfinite,
+            rows_E=routing.counts_E,
+        )
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.num_experts} experts of {c.expert_size}, {c.activation}, kernels={c.kernels}"

@@ -1,38 +1,157 @@
-"""What the router did: statistics per layer, and the numbers a person reads from them.
+"""What the router did: statistics per layer, and the numbers that a person reads from them.
 
-`RouterStats` is an output of the layer's forward, never a buffer that forward changes: evaluation and the
-recomputation of activation checkpointing cannot add to it. Every field is a sum over the valid tokens, so
-statistics of micro-batches and of ranks add up.
+`RouterStats` is an output of the layer's forward, never a buffer that forward changes: evaluation
+and the recomputation of activation checkpointing cannot add to it. Every field is a sum over the
+valid tokens, so statistics of micro-batches and of ranks add up. Nothing here reads device memory
+back except `to_host`, which brings any number of tensors over in one transfer.
 
-Shape letters: L layers, E experts.
+Shape letters: L layers, E experts, P packed numbers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from moe.balance import balance_loss, load_fractions, z_loss
+
+# An expert with less than this share of the mean load is called dead.
+DEAD_BELOW = 0.1
 
 
 class RouterStats(NamedTuple):
-    """Sums over the valid tokens of one batch, per layer; all on the device of the layer.
+    """Sums over the valid tokens of one batch, per layer, on the layer's device.
 
-    Fields are [E] or [] for one layer, [L, E] or [L] after `stack`. A NamedTuple, hence a pytree:
-    checkpointing, torch.compile and FSDP hooks see the tensors inside.
+    Fields are [E] or [] for one layer, [L, E] or [L] after `stack`. A NamedTuple and hence a
+    pytree: checkpointing, torch.compile and FSDP hooks see the tensors inside.
     """
 
     counts_E: Tensor  # int32: tokens that chose each expert, before any rounding or dropping
     prob_sum_E: Tensor  # fp32, differentiable: sum of the scores normalised to 1 over E
     z_sum: Tensor  # fp32, differentiable: sum of logsumexp(logits)^2
+    sequence_sum: Tensor  # fp32, differentiable: tokens * Switch loss of each sequence, or 0
     entropy_sum: Tensor  # fp32: sum of the entropy (nats) of each token's normalised gates
     tokens: Tensor  # fp32: number of valid tokens
-    nonfinite: Tensor  # fp32: valid tokens whose logits hold NaN or +inf, or nothing finite
-    rows_E: Tensor  # int32: rows each expert really computes, after rounding
+    nonfinite: Tensor  # int32: tokens whose logits held NaN or +inf, or too few usable experts
+    rows_E: Tensor  # int32: rows that each expert computes, after rounding
 
     @classmethod
-    def stack(cls, stats: list[RouterStats]) -> RouterStats:
-        """Statistics of several layers with a leading layer axis."""
+    def stack(cls, stats: Sequence[RouterStats]) -> RouterStats:
+        """Statistics of several layers, with a leading layer axis.
+
+        Raises:
+            ValueError: no layers, or layers with different numbers of experts.
+        """
         if not stats:
             raise ValueError("RouterStats.stack: no layers given")
-        return cls(*(torch.stack(field) for field in zip(*stats, strict=True)))
+        widths = {one.counts_E.shape[-1] for one in stats}
+        if len(widths) > 1:
+            raise ValueError(f"layers have different numbers of experts: {sorted(widths)}")
+        return cls(*(torch.stack(field) for field in zip(*stats)))
+
+    def plus(self, other: RouterStats) -> RouterStats:
+        """Statistics of two batches together."""
+        return RouterStats(*(a + b for a, b in zip(self, other)))
+
+    def detach(self) -> RouterStats:
+        return RouterStats(*(field.detach() for field in self))
+
+
+def layer_metrics(stats: RouterStats, tile_rows: int = 128) -> dict[str, Tensor]:
+    """Health of each layer's routing, computed on the device; values [] or [L], float64.
+
+        max_violation      max load / mean load - 1; 0 = balanced
+        min_violation      1 - min load / mean load; 1 = some expert got nothing
+        load_cv2           squared coefficient of variation of the load
+        load_entropy       entropy of the load / ln E; 1 = balanced
+        effective_experts  exp(entropy of the load); E = balanced
+        inverse_simpson    1 / sum of squared load shares, another effective number of experts
+        dead_experts       experts below a tenth of the mean load
+        router_entropy     mean entropy (nats) of a token's gates, normalised to sum 1
+        tile_waste         padding rows per real row when experts are computed in tiles
+        nonfinite_tokens   tokens whose logits were not finite
+        balance_loss       Switch balance value; 1.0 = balanced
+        z_loss             mean of logsumexp(logits)^2
+
+    Without tokens every load metric takes its balanced value. A balanced random router shows a
+    max_violation of about sqrt(2 ln E / mean load), never 0.
+    """
+    stats = stats.detach()
+    experts = stats.counts_E.shape[-1]
+    fraction_E = load_fractions(stats.counts_E)
+    tokens = stats.tokens.double().clamp(min=1)
+    entropy = torch.special.entr(fraction_E).sum(dim=-1)
+    squares = fraction_E.square().sum(dim=-1)
+    rows_E = stats.rows_E.double()
+    padded_E = torch.ceil(rows_E / tile_rows) * tile_rows
+    return {
+        "max_violation": experts * fraction_E.amax(dim=-1) - 1.0,
+        "min_violation": 1.0 - experts * fraction_E.amin(dim=-1),
+        "load_cv2": experts * squares - 1.0,
+        "load_entropy": entropy / math.log(experts) if experts > 1 else torch.ones_like(entropy),
+        "effective_experts": entropy.exp(),
+        "inverse_simpson": 1.0 / squares,
+        "dead_experts": (fraction_E * experts < DEAD_BELOW).sum(dim=-1).double(),
+        "router_entropy": stats.entropy_sum.double() / tokens,
+        "tile_waste": (padded_E - rows_E).sum(dim=-1) / rows_E.sum(dim=-1).clamp(min=1),
+        "nonfinite_tokens": stats.nonfinite.double(),
+        "balance_loss": balance_loss(stats).double(),
+        "z_loss": z_loss(stats).double(),
+    }
+
+
+# How a layer's metric becomes the model's; the mean where nothing else is said.
+_OVER_LAYERS = {"max_violation": "max", "dead_experts": "sum", "nonfinite_tokens": "sum"}
+
+
+def model_metrics(layers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One number for the model from each metric [L].
+
+    The worst max_violation, sums of dead experts and non-finite tokens, means of the rest.
+    """
+    out = {}
+    for name, value_L in layers.items():
+        how = _OVER_LAYERS.get(name, "mean")
+        out[name] = value_L.amax() if how == "max" else getattr(value_L, how)()
+    return out
+
+
+def pack(tree: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """All tensors of a nested structure in one float64 vector [P], and the way back.
+
+    One all-reduce over the vector sums the statistics of all ranks exactly: float64 holds
+    integers to 2^53.
+
+    Returns:
+        The vector, and a function that gives the structure back from such a vector, on the
+        vector's device, each tensor in its own shape and dtype. Leaves that are no tensors pass
+        through.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+    flat_P = (
+        torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        if tensors
+        else torch.zeros(0, dtype=torch.float64)
+    )
+
+    def unpack(flat_P: Tensor) -> Any:
+        parts = iter(flat_P.split([tensor.numel() for tensor in tensors]))
+        out = [
+            next(parts).view(leaf.shape).to(leaf.dtype) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        return pytree.tree_unflatten(out, spec)
+
+    return flat_P, unpack
+
+
+def to_host(tree: Any) -> Any:
+    """The same structure with every tensor on the CPU, brought over in a single transfer."""
+    flat_P, unpack = pack(tree)
+    return unpack(flat_P.cpu())

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moe.kernels.routing_metadata import routing_metadata
 
-# Checks that must read device memory (ids in range, pairs sorted) run only when asked for: they stall
-# the GPU's queue. TESSERA_DEBUG=1 turns them on for a process; `Routing.validate` runs them once.
+# Checks that must read device memory (ids in range, pairs sorted) run only when asked for: they
+# stall the GPU's queue. TESSERA_DEBUG=1 turns them on, `Routing.validate` runs them once.
 DEBUG = os.environ.get("TESSERA_DEBUG", "0") == "1"
 
 
@@ -102,7 +102,7 @@ class Routing:
             backend: who sorts, see `moe.kernels.routing_metadata`.
 
         Raises:
-            ValueError: lengths that differ; under TESSERA_DEBUG=1 also tokens out of order or range.
+            ValueError: lengths differ; under TESSERA_DEBUG=1 also tokens out of order or range.
         """
         if not token_P.dim() == expert_P.dim() == gate_P.dim() == 1 or not (
             token_P.shape == expert_P.shape == gate_P.shape
@@ -157,7 +157,7 @@ class Routing:
         return torch.where(row_R < self.offsets_E1[-1], self.gates_S[self.slot_R.long()], 0.0)
 
     def csr(self) -> tuple[Tensor, Tensor, Tensor]:
-        """By token: (indptr int32 [T + 1], expert int32 [S], gate [S]); expert -1 = unused entry."""
+        """By token: (indptr int32 [T + 1], expert int32 [S], gate [S]); expert -1 = unused."""
         indptr_T1 = self.slot_offsets_T1
         if indptr_T1 is None:
             steps_T1 = torch.arange(self.num_tokens + 1, device=self.expert_S.device)
@@ -165,7 +165,7 @@ class Routing:
         return indptr_T1, self.expert_S, self.gates_S
 
     def csc(self) -> tuple[Tensor, Tensor, Tensor]:
-        """By expert: (indptr int32 [E + 1], token int32 [R], gate [R]); unused from indptr[E] on."""
+        """By expert: (indptr int32 [E + 1], token int32 [R], gate [R]); indptr[E] are used."""
         return self.offsets_E1, self.token_R, self.gates_R
 
     def dense(self) -> Tensor:
