@@ -1,0 +1,91 @@
+"""How a run ends before its end: requests to stop, exit codes, and errors told in one line.
+
+Exit codes: 0 done; 2 a mistake in the config or the data; 75 stopped on request with a checkpoint
+saved (EX_TEMPFAIL: the same command again goes on); 1 anything else. `torchrun` itself ends with 1
+whenever one of its processes ends with anything but 0.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from torch import Tensor
+
+DONE = 0
+FAILED = 1
+USER_ERROR = 2
+STOPPED = 75
+
+# torchrun passes a signal on to processes that a terminal's Ctrl+C has already reached, so within
+# this time a second signal is taken for the same request.
+_SAME_REQUEST_S = 3.0
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message is one line for the user, without a traceback."""
+
+
+class StopRequest:
+    """SIGTERM or SIGINT as a flag: the step is finished and saved, then the run ends with 75.
+
+    A second signal ends the process at once with 128 + the signal's number, as shells do.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._at = 0.0
+
+    def listen(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._at = signal.Signals(number).name, now
+            return
+        if "TORCHELASTIC_RUN_ID" in os.environ and now - self._at < _SAME_REQUEST_S:
+            return
+        # No clean-up at all: whoever asks twice does not want to wait. A checkpoint that is being
+        # written stays a .tmp folder, which is never loaded.
+        os._exit(128 + number)
+
+    def __bool__(self) -> bool:
+        return self.received is not None
+
+
+def out_of_memory_message(
+    error: BaseException,
+    *,
+    rank: int,
+    step: int,
+    counts_LE: Tensor | None,
+    settings: Sequence[tuple[str, object]],
+) -> str:
+    """What to say when the device's memory ran out.
+
+    Args:
+        counts_LE: int [L, E], tokens per expert and layer of the last micro-batch that this process
+        finished. settings: (section.key, present value) of what can be lowered, most effective
+        first.
+    """
+    text = f"out of memory on process {rank} at step {step}: {str(error).splitlines()[0]}"
+    if counts_LE is not None:
+        counts_LE = counts_LE.float().cpu()
+        mean = counts_LE.mean().item()
+        worst = counts_LE.max().item()
+        layer, expert = divmod(int(counts_LE.argmax()), counts_LE.shape[1])
+        ratio = worst / mean if mean else 0.0
+        text += (
+            f". Tokens per expert of the last micro-batch: max {worst:.0f} (MoE layer {layer}, "
+            f"expert {expert}), mean {mean:.0f}, max/mean {ratio:.2f}"
+        )
+        if ratio > 2:
+            text += "; routing is skewed, so a larger router.balance_coef lowers the peak too"
+    lower = ", ".join(f"{name} (now {value})" for name, value in settings)
+    return f"{text}. To need less memory, lower or change: {lower}"

@@ -1,0 +1,45 @@
+"""FLOPs of one token of training, for the model-FLOPs utilisation (MFU) of the progress line.
+
+Counted is what the model needs, not what the machine does: no recomputation by activation
+checkpointing, no padding of tiles, no optimizer. A multiply-add is 2 FLOPs, and the backward pass
+costs twice the forward pass, hence
+
+    FLOPs per token = 6 * (weights in matrix products that one token meets) + attention
+    attention       = 6 * layers * query heads * head_dim * (seq_len + 1)
+
+The weights a token meets: attention projections, router, K experts and the shared ones, dense MLPs,
+the output matrix; the embedding is a look-up and counts nothing. Attention: a query meets (seq_len
++ 1) / 2 keys on average under the causal mask, in two products (scores and values). With packed
+documents it meets fewer; they are counted as one full row, so MFU is then slightly too high.
+"""
+
+from __future__ import annotations
+
+from models.config import ModelConfig
+
+
+def matmul_weights(config: ModelConfig) -> tuple[int, int]:
+    """Weights in matrix products: those that one token meets, and all of them."""
+    d, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    attention = d * config.head_dim * (2 * heads + 2 * kv)
+    active = total = d * config.vocab_size
+    for layer in range(config.num_hidden_layers):
+        moe = config.moe_config(layer)
+        active += attention
+        total += attention
+        if moe is None:
+            active += 3 * d * config.intermediate_size
+            total += 3 * d * config.intermediate_size
+            continue
+        expert = 3 * d * moe.expert_size
+        always = d * moe.num_experts + 3 * d * moe.shared_expert_size
+        active += always + moe.num_experts_per_tok * expert
+        total += always + moe.num_experts * expert
+    return active, total
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """FLOPs of forward and backward pass for one token of a row of `seq_len`."""
+    active, _ = matmul_weights(config)
+    width = config.num_attention_heads * config.head_dim
+    return 6.0 * active + 6.0 * config.num_hidden_layers * width * (seq_len + 1)
