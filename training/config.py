@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
 from pydantic import (
@@ -30,7 +30,8 @@ from pydantic import (
     model_validator,
 )
 
-from models.config import ModelConfig
+from models.config import ModelConfig, read_config_json
+from models.config_hf import fields_from_hf
 from training.config_load import (
     ConfigError,
     apply_overrides,
@@ -46,6 +47,7 @@ __all__ = [
     "ConfigError",
     "Plan",
     "default_config_path",
+    "fail",
     "field_names",
     "load_config",
     "make_plan",
@@ -137,26 +139,24 @@ class ModelSection(Section):
             return own | {"config": rest}
         if source == "init_from" and own.get("hf_config") is not None:
             raise ValueError("model.hf_config is useless beside model.init_from, which gives it")
-        given = _architecture_of(path, f"model.{source}")
+        given = _hugging_face_fields(path, f"model.{source}")
         if source == "init_from":
+            full = ModelConfig(**given).model_dump()
             for key, value in rest.items():
-                if key in given and given[key] != value:
+                if key in full and full[key] != value:
                     raise ValueError(
                         f"model.{key}={value!r} contradicts model.init_from, whose config has "
-                        f"{given[key]!r}; leave it out"
+                        f"{full[key]!r}; leave it out"
                     )
         return own | {"config": {**given, **rest}}
 
 
-def _architecture_of(path: str, key: str) -> dict[str, Any]:
-    """The fields of the Hugging Face config at `path`; `key` is who asked, for errors."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{key}={path!r}: there is no file {file}")
+def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:
+    """The fields that the Hugging Face config at `path` gives; `key` is who asked, for errors."""
     try:
-        return ModelConfig.from_hf(file).model_dump()
+        given = fields_from_hf(read_config_json(path))
+        ModelConfig(**given)  # so that a mistake in the file is told as one of the file
+        return given
     except ValidationError as error:
         raise ValueError(f"{key}={path!r}: {first_line(error, {})}") from None
     except ValueError as error:
@@ -323,38 +323,42 @@ class Config(Section):
 
 # --- combinations -------------------------------------------------------------------------------
 
-# (what makes them useless, whether it holds, the settings)
+# (in what circumstance they do nothing, whether it holds, the settings)
 _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     (
-        "router.rounding=none",
+        "while router.rounding=none",
         lambda c: c.router.rounding == "none",
         tuple(
             f"router.{name}" for name in RouterConfig.model_fields if name.startswith("rounding_")
         ),
     ),
-    ("router.balance_coef=0", lambda c: c.router.balance_coef == 0, ("router.balance_scope",)),
     (
-        "optim.schedule=constant",
+        "while router.balance_coef=0",
+        lambda c: c.router.balance_coef == 0,
+        ("router.balance_scope",),
+    ),
+    (
+        "with optim.schedule=constant",
         lambda c: c.optim.schedule == "constant",
         ("optim.decay_fraction", "optim.min_lr_ratio"),
     ),
     (
-        "optim.schedule=cosine or linear, which decays from the end of warm-up on",
+        "with optim.schedule=cosine or linear, which decay from the end of warm-up on",
         lambda c: c.optim.schedule in ("cosine", "linear"),
         ("optim.decay_fraction",),
     ),
     (
-        "checkpoint.keep_last with only one checkpoint (checkpoint.every_steps empty)",
+        "without checkpoint.every_steps, as there is only one checkpoint",
         lambda c: c.checkpoint.every_steps is None,
         ("checkpoint.keep_last",),
     ),
     (
-        "eval.every_steps being empty",
+        "without eval.every_steps",
         lambda c: c.eval.every_steps is None,
         ("eval.batches", "eval.sample_prompt", "eval.sample_tokens"),
     ),
-    ("no eval.sample_prompt", lambda c: c.eval.sample_prompt is None, ("eval.sample_tokens",)),
-    ("log.wandb=off", lambda c: c.log.wandb == "off", ("log.wandb_project",)),
+    ("without eval.sample_prompt", lambda c: c.eval.sample_prompt is None, ("eval.sample_tokens",)),
+    ("with log.wandb=off", lambda c: c.log.wandb == "off", ("log.wandb_project",)),
 )
 
 
@@ -372,9 +376,7 @@ def _refuse_useless(config: Config) -> None:
         for place in places:
             value, default = _field(config, place)
             if value != default:
-                raise ValueError(
-                    f"{place}={value!r} has no effect because of {reason}; leave it out"
-                )
+                raise ValueError(f"{place}={value!r} has no effect {reason}; leave it out")
 
 
 def _check_combinations(config: Config) -> None:
@@ -464,6 +466,12 @@ def build_config(values: dict[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(first_line(error, field_names())) from None
+
+
+def fail(error: Exception) -> NoReturn:
+    """End the program because of a mistake of the user's: one line, exit code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def versions() -> dict[str, str]:

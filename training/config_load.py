@@ -149,12 +149,14 @@ def _assign(target: Any, keys: list[str], value: Any, word: str) -> None:
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(target, list):
-            if not key.isdigit() or int(key) >= len(target):
+            if not key.isdigit() or int(key) > len(target):
                 raise ConfigError(
                     f"override {word!r}: {'.'.join(keys[:depth])} is a list of {len(target)}, "
-                    f"so {key!r} must be a number below {len(target)}"
+                    f"so {key!r} must be a number up to {len(target)}"
                 )
             key = int(key)
+            if key == len(target):
+                target.append(None)
         elif not isinstance(target, dict):
             raise ConfigError(
                 f"override {word!r}: {'.'.join(keys[:depth])} is {kind(target)} and holds no keys"
@@ -162,8 +164,9 @@ def _assign(target: Any, keys: list[str], value: Any, word: str) -> None:
         if last:
             target[key] = value
         else:
-            if isinstance(target, dict) and target.get(key) is None:
-                target[key] = {}
+            inner = target[key] if isinstance(target, list) else target.get(key)
+            if inner is None:
+                target[key] = [] if keys[depth + 1].isdigit() else {}
             target = target[key]
 
 
@@ -249,6 +252,11 @@ def _allowed(error: dict[str, Any]) -> str:
     }
     if kind_of in fixed:
         return fixed[kind_of]
+    if kind_of in ("too_short", "too_long"):
+        least, most = context.get("min_length"), context.get("max_length")
+        return (
+            f"a list of at {'least' if most is None else 'most'} {least if most is None else most}"
+        )
     if kind_of == "literal_error":
         return f"one of {context['expected']}"
     if kind_of in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):

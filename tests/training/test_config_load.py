@@ -113,6 +113,8 @@ def test_overrides_reach_new_sections_lists_and_list_items():
             "eval.batches=3",
             "a.b=x=y",
             "a.c={k: 1}",
+            "b.list.0.k=1",
+            "b.list.1.k=2",
         ],
     )
     assert values == {
@@ -120,6 +122,7 @@ def test_overrides_reach_new_sections_lists_and_list_items():
         "optim": {"betas": [0.8, 0.9]},
         "eval": {"batches": 3},
         "a": {"b": "x=y", "c": {"k": 1}},
+        "b": {"list": [{"k": 1}, {"k": 2}]},
     }
 
 
@@ -130,7 +133,7 @@ def test_overrides_reach_new_sections_lists_and_list_items():
         ("=5", "is not an override"),
         ("steps=5", "must name section.key"),
         ("train..steps=5", "must name section.key"),
-        ("data.sources.2.path=c", "data.sources is a list of 2, so '2' must be a number below 2"),
+        ("data.sources.3.path=c", "data.sources is a list of 2, so '3' must be a number up to 2"),
         ("data.sources.path=c", "data.sources is a list of 2, so 'path' must be a number"),
         ("data.seq_len.x=c", "data.seq_len is a number and holds no keys"),
         ("data.seq_len=[1", "the value of override 'data.seq_len=\\[1' is not valid YAML"),

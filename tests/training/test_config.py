@@ -1,0 +1,305 @@
+"""Loading a config: what is accepted, and that every mistake is one line with a way out of it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from training.config import (
+    Config,
+    ConfigError,
+    default_config_path,
+    field_names,
+    load_config,
+    make_plan,
+    write_resolved,
+)
+
+MODEL = {
+    "family": "qwen3_moe",
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    values = {"model": MODEL, "data": {"seq_len": 64}, "train": {"steps": 200}}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def one_line(caught) -> str:
+    text = str(caught.value)
+    assert "\n" not in text, text
+    assert len(text) < 400, text
+    return text
+
+
+def test_defaults_and_overrides(file):
+    config = load_config(
+        file, ["optim.lr=3e-3", "train.micro_batch_size=4", "run.device=cpu", "eval.batches=null"]
+    )
+    assert config.optim.lr == 3e-3
+    assert config.train.micro_batch_size == 4
+    assert config.run.device == "cpu"
+    assert config.eval.batches is None
+    assert config.model.config.hidden_size == 64
+    assert config.model.config.head_dim == 16, "a derived field of the architecture"
+    assert config.optim.betas == [0.9, 0.95]
+
+
+def test_name_comes_from_the_file_unless_given(file):
+    assert load_config(file).run.folder.as_posix() == "runs/tiny"
+    config = load_config(file, ["run.name=try", "run.dir=/tmp/x"])
+    assert config.run.folder.as_posix() == "/tmp/x/try"
+
+
+MISTAKES = [
+    # overrides, what the line must hold
+    ("optim.learning_rat=1", "unknown key optim.learning_rat=1"),
+    ("optim.weight_decy=1", "unknown key optim.weight_decy=1; did you mean optim.weight_decay?"),
+    ("train.lr=1", "unknown key train.lr=1; did you mean optim.lr?"),
+    ("train.global-batch-size=8", "did you mean train.global_batch_size?"),
+    ("trian.steps=8", "unknown section or key 'trian'; did you mean train?"),
+    ("model.num_expert=8", "unknown key model.num_expert=8; did you mean model.num_experts?"),
+    ("data.sources.0.pth=x", "unknown key data.sources.pth='x'; did you mean data.sources.path?"),
+    ("model.config=1", "model.config is no key"),
+    ("train.steps=1.5", "train.steps=1.5 must be a whole number"),
+    ("train.steps=010", "train.steps='010' must be a whole number (a leading 0 is ambiguous"),
+    ("train.steps=true", "train.steps=True must be a whole number"),
+    ("train.steps=0", "train.steps=0 must be a number >= 1"),
+    ("optim.lr=fast", "optim.lr='fast' must be a number"),
+    ("optim.lr=.nan", "optim.lr=nan must be"),
+    ("optim.lr=-1", "optim.lr=-1 must be a number > 0"),
+    ("optim.lr=null", "optim.lr=None must be a number"),
+    ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of at least 2"),
+    ("optim.betas=[0.9, 1]", "optim.betas.1=1 must be a number < 1"),
+    ("log.wandb=on", "log.wandb='on' must be one of 'off', 'offline' or 'online'"),
+    ("log.plots=off", "log.plots='off' must be true or false"),
+    ("train.compile=off", "train.compile='off' must be one of 'auto' or true or false"),
+    ("run.name=5", "run.name=5 must be text"),
+    ("run.name=../up", "run.name='../up' must be a plain folder name"),
+    ("model.family=llama", "model.family='llama' must be one of 'qwen3_moe', 'olmoe'"),
+    ("model.num_experts_per_tok=9", "num_experts_per_tok=9 must not exceed num_experts=8"),
+    ("model.num_experts_per_tok=1", "norm_topk_prob"),
+    ("model.clip_qkv=8", "clip_qkv=8 is no field of the family qwen3_moe"),
+    ("train.epochs=1", "give one of the two, not both"),
+    ("train.steps=null", "train.steps=None and train.epochs=None: give one of the two"),
+    ("train.micro_batch_size=7", "train.global_batch_size=32 must be a multiple of"),
+    ("optim.warmup_steps=200", "optim.warmup_steps=200 must be below train.steps=200"),
+    ("data.seq_len=512", "data.seq_len=512 must not exceed model.max_position_embeddings=256"),
+    ("model.hf_config=nowhere", "model.hf_config='nowhere': there is no file"),
+    ("model.init_from=nowhere", "model.init_from='nowhere': there is no file"),
+    # settings that another setting makes useless
+    ("router.rounding_tile=64", "router.rounding_tile=64 has no effect while router.rounding=none"),
+    ("router.rounding_protect_top1=true", "has no effect while router.rounding=none"),
+    ("router.balance_coef=0 router.balance_scope=global", "no effect while router.balance_coef=0"),
+    ("optim.schedule=constant optim.min_lr_ratio=0.1", "with optim.schedule=constant"),
+    ("optim.schedule=cosine optim.decay_fraction=0.5", "with optim.schedule=cosine"),
+    ("checkpoint.every_steps=null checkpoint.keep_last=1", "without checkpoint.every_steps"),
+    ("eval.every_steps=null eval.batches=2", "eval.batches=2 has no effect without"),
+    ("eval.sample_tokens=9", "eval.sample_tokens=9 has no effect without eval.sample_prompt"),
+    ("log.wandb_project=x", "log.wandb_project='x' has no effect with log.wandb=off"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_a_mistake_is_one_line(file, words, expected):
+    # "a=[0.9, 1]" holds a space of its own
+    overrides = [words] if "[" in words else words.split()
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert expected in one_line(caught)
+
+
+@pytest.mark.parametrize("section", ["num_hidden_layers: 3", "lr: 1e-3", "learning-rate: 1"])
+def test_a_key_one_level_too_high_names_its_section(tmp_path, file, section):
+    path = tmp_path / "high.yaml"
+    path.write_text(file.read_text() + section + "\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    key = section.split(":")[0]
+    assert f"unknown section or key {key!r}" in one_line(caught)
+    if key != "learning-rate":
+        place = {"lr": "optim.lr", "num_hidden_layers": "model.num_hidden_layers"}[key]
+        assert f"did you mean {place}?" in one_line(caught)
+
+
+@pytest.mark.parametrize("text", ["model: 5\n", "model: [1]\n", "1: {a: 2}\n", "optim: fast\n"])
+def test_sections_must_be_mappings(tmp_path, file, text):
+    path = tmp_path / "x.yaml"
+    kept = yaml.safe_load(file.read_text())
+    kept.pop(text.split(":")[0], None)
+    path.write_text(yaml.safe_dump(kept) + text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    one_line(caught)
+
+
+def test_empty_sections_are_defaults(tmp_path, file):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(file.read_text() + "eval:\n  # batches: 3\nlog:\n")
+    assert load_config(path).eval.batches == load_config(file).eval.batches == 16
+
+
+def test_what_is_missing_is_named(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"model\.family is missing"):
+        load_config(path)
+
+
+def test_resolved_config_loads_again_and_tells_versions(file, tmp_path):
+    words = ["optim.lr=1e-9", "log.wandb=offline", "run.name=010", "router.rounding=nearest"]
+    config = load_config(file, [*words, "eval.sample_prompt=\"no: way # to, quote 'this'\""])
+    out = tmp_path / "resolved.yaml"
+    write_resolved(config, out)
+    again = load_config(out)
+    assert again == config
+    assert again.optim.lr == 1e-9
+    assert again.run.name == "010"
+    head = out.read_text().splitlines()
+    assert any(line.startswith("# torch: 2.") for line in head)
+    assert any(line.startswith("# git: ") for line in head)
+    # Other YAML readers understand it too.
+    plain = yaml.safe_load(out.read_text())
+    assert plain["log"]["wandb"] == "offline"
+    assert plain["optim"]["lr"] == 1e-9
+    assert plain["model"]["hidden_size"] == 64
+
+
+def test_hf_config_gives_fields_and_what_stands_beside_it_wins(file, tmp_path):
+    hf = {
+        "model_type": "olmoe",
+        "architectures": ["OlmoeForCausalLM"],
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 128,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    path = tmp_path / "from_hf.yaml"
+    values = {"model": {"hf_config": str(tmp_path)}, "data": {"seq_len": 64}}
+    path.write_text(yaml.safe_dump({**values, "train": {"steps": 200}}))
+    config = load_config(path, ["model.hidden_size=64", "model.kernels=reference"])
+    model = config.model.config
+    assert (model.family, model.num_hidden_layers, model.num_experts) == ("olmoe", 3, 4)
+    assert model.hidden_size == 64
+    assert model.head_dim == 16, "derived from the new hidden_size"
+    assert config.model.kernels == "reference"
+
+    # The resolved config spells everything out and needs the file no more.
+    write_resolved(config, tmp_path / "out.yaml")
+    (tmp_path / "config.json").unlink()
+    again = load_config(tmp_path / "out.yaml", ["run.name=from_hf"])
+    assert again.model.config == model
+
+    (tmp_path / "config.json").write_text(json.dumps({**hf, "num_experts_per_tok": 5}))
+    with pytest.raises(ConfigError, match=r"model\.hf_config=.*num_experts_per_tok=5") as caught:
+        load_config(path)
+    one_line(caught)
+    (tmp_path / "config.json").write_text(json.dumps({**hf, "model_type": "llama"}))
+    with pytest.raises(ConfigError, match=r"model\.hf_config=.*llama") as caught:
+        load_config(path)
+    one_line(caught)
+
+
+def test_init_from_gives_the_architecture_alone(tmp_path):
+    from models.config import ModelConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(ModelConfig(**MODEL).to_hf()))
+    path = tmp_path / "more.yaml"
+    values = {"model": {"init_from": str(tmp_path)}, "data": {"seq_len": 64}}
+    path.write_text(yaml.safe_dump({**values, "train": {"steps": 200}}))
+    config = load_config(path)
+    assert config.model.config == ModelConfig(**MODEL)
+    assert load_config(path, ["model.hidden_size=64"]) == config
+    with pytest.raises(ConfigError, match=r"model\.num_experts=4 contradicts model\.init_from"):
+        load_config(path, ["model.num_experts=4"])
+    with pytest.raises(ConfigError, match=r"model\.hf_config is useless beside model\.init_from"):
+        load_config(path, [f"model.hf_config={tmp_path}"])
+    write_resolved(config, tmp_path / "out.yaml")
+    assert load_config(tmp_path / "out.yaml", ["run.name=more"]) == config
+
+
+def test_plan_divides_the_batch(file):
+    config = load_config(file, ["train.micro_batch_size=4", "train.global_batch_size=32"])
+    plan = make_plan(config, world_size=2, cuda=False)
+    assert (plan.accumulation, plan.rows_per_rank, plan.tokens_per_step) == (4, 16, 32 * 64)
+    assert (plan.device, plan.dtype, plan.compile) == ("cpu", "float32", False)
+    plan = make_plan(config, world_size=8, cuda=True)
+    assert (plan.accumulation, plan.device, plan.dtype, plan.compile) == (
+        1,
+        "cuda",
+        "bfloat16",
+        True,
+    )
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, world_size=3, cuda=False)
+    assert "global_batch_size=32 must be a multiple of" in one_line(caught)
+    assert "times 3 processes = 12" in one_line(caught)
+
+
+def test_plan_takes_what_is_said_over_what_is_found(file):
+    words = ["run.device=cpu", "train.dtype=bfloat16", "train.compile=true"]
+    plan = make_plan(load_config(file, words), cuda=True)
+    assert (plan.device, plan.dtype, plan.compile) == ("cpu", "bfloat16", True)
+    with pytest.raises(ConfigError, match="PyTorch sees no CUDA device"):
+        make_plan(load_config(file, ["run.device=cuda"]), cuda=False)
+
+
+def test_every_field_tells_what_it_means():
+    from training.config_load import models_in
+
+    def walk(model, place):
+        for key, field in model.model_fields.items():
+            inner = list(models_in(field.annotation))
+            assert field.description or (place == "" and inner[0].__doc__), f"{place}{key}"
+            for other in inner:
+                walk(other, f"{place}{key}.")
+
+    walk(Config, "")
+
+
+def test_field_names_cover_the_architecture_and_lists_of_sources():
+    names = field_names()
+    assert {"hidden_size", "kernels", "hf_config"} <= set(names["model"])
+    assert "config" not in names["model"]
+    assert {"path", "hub", "weight"} <= set(names["data.sources"])
+
+
+def test_the_quickstart_is_the_default():
+    assert load_config() == load_config(default_config_path())
+
+
+def test_mistakes_end_a_program_with_code_2_in_one_line(file):
+    code = (
+        "import sys\n"
+        "from training.config import ConfigError, fail, load_config\n"
+        "try: load_config(sys.argv[1], sys.argv[2:])\n"
+        "except ConfigError as error: fail(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(file), "optim.lr=x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "error: optim.lr='x' must be a number\n"
+    assert done.stdout == ""
