@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from moe.layer import MoEConfig
-    from moe.rounding import RoundingConfig
 
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "glm4_moe"]
 
@@ -292,15 +291,11 @@ class ModelConfig(BaseModel):
         """
         return [layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer)]
 
-    def moe_config(
-        self,
-        layer: int,
-        *,
-        kernels: str = "auto",
-        save: str = "h",
-        rounding: RoundingConfig | None = None,
-    ) -> MoEConfig | None:
-        """Config of layer `layer`'s experts and router, or None for a dense layer."""
+    def moe_config(self, layer: int, **options: Any) -> MoEConfig | None:
+        """Config of layer `layer`'s experts and router, or None for a dense layer.
+
+        `options`: fields of MoEConfig that are no architecture (kernels, save, rounding ...).
+        """
         from moe.layer import MoEConfig
 
         if not self.is_moe_layer(layer):
@@ -319,10 +314,8 @@ class ModelConfig(BaseModel):
             groups_kept=self.topk_group if glm else 1,
             shared_expert_size=self.expert_size * self.n_shared_experts if glm else 0,
             activation="swiglu",
-            kernels=kernels,
-            save=save,
-            rounding=rounding,
             init_std=self.initializer_range,
+            **options,
         )
 
     # ------------------------------------------------------------------ config.json
@@ -430,7 +423,7 @@ def _problems(c: ModelConfig):
         )
     if c.family == "mixtral" and not c.norm_topk_prob:
         yield "norm_topk_prob=False: mixtral always renormalises; allowed: true"
-    if c.num_experts_per_tok == 1 and c.norm_topk_prob and c.num_experts > 1:
+    if c.num_experts_per_tok == 1 and c.norm_topk_prob:
         yield (
             "num_experts_per_tok=1 with norm_topk_prob=True makes every gate 1 and gives the "
             "router no gradient; set norm_topk_prob=false or more experts per token"

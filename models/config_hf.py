@@ -116,8 +116,9 @@ def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> di
         elif key not in _BOOKKEEPING:
             unknown.append(key)
     if unknown:
+        names = ", ".join(sorted(unknown))
         raise ValueError(
-            f"config.json has keys that are not understood: {', '.join(sorted(unknown))}; if they do "
+            f"config.json has keys that are not understood: {names}; if they do "
             "not change what the model computes, name them in ignore_keys (--ignore-key)"
         )
     fields["num_experts"] = _one_of(raw, _EXPERT_COUNT_KEYS)

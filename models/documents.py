@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -45,6 +46,17 @@ class Documents:
             raise ValueError(f"documents: every segment needs at least one token, got {lengths}")
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(ends.to(device), lengths, max(lengths))
+
+    @cached_property
+    def lengths_N(self) -> Tensor:
+        """The lengths as an int64 tensor on the CPU."""
+        return torch.tensor(self.lengths, dtype=torch.int64)
+
+    def positions(self) -> Tensor:
+        """Position of each token in its document, int64 [B*L] on the CPU."""
+        ends_N = self.lengths_N.cumsum(0)
+        starts_T = (ends_N - self.lengths_N).repeat_interleave(self.lengths_N)
+        return torch.arange(int(ends_N[-1])) - starts_T
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Documents:
         """The same documents with the borders on `device`."""

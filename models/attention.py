@@ -1,0 +1,267 @@
+"""Causal self-attention with grouped queries, QK-norm, RoPE, documents and a cache.
+
+Three ways to the same result, chosen by what is given:
+- one document per row: `scaled_dot_product_attention(is_causal=True)`;
+- several documents per row, CUDA and bf16/fp16: PyTorch's variable-length flash attention;
+- several documents per row otherwise: one call per document, so that no bit of one document can
+  reach another (a mask with -inf would still mix them through the kernel's blocks).
+
+Shape letters: B rows, L tokens per row, T = B*L, D model width, H query heads, G key/value heads,
+C head width, N documents, S cached tokens per row.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.norm import RMSNorm
+from models.rope import Rotation, rotate
+
+
+class KVCache:
+    """Keys and values of all layers for generation; rows may hold prompts of different lengths.
+
+    Row b holds `lengths_B[b]` tokens. A padded prompt is padded at its end: causal attention never
+    looks there, and the next tokens overwrite those places.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rows: int,
+        capacity: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        shape = (rows, capacity, config.num_key_value_heads, config.head_dim)
+        layers = range(config.num_hidden_layers)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.capacity = capacity
+        self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.filled = 0
+        """Upper bound of `lengths_B`, known without asking the device."""
+
+    def positions(self, tokens: int) -> Tensor:
+        """Positions [B, tokens] of the next tokens. ValueError when they do not fit."""
+        if self.filled + tokens > self.capacity:
+            raise ValueError(
+                f"the cache holds {self.capacity} tokens per row; {self.filled} are used and "
+                f"{tokens} more were given"
+            )
+        steps = torch.arange(tokens, device=self.lengths_B.device)
+        return self.lengths_B[:, None] + steps
+
+    def write(self, layer: int, positions_BL: Tensor, key_BLGC: Tensor, value_BLGC: Tensor) -> None:
+        """Store keys and values of one layer at their positions."""
+        rows_B1 = torch.arange(positions_BL.shape[0], device=positions_BL.device)[:, None]
+        self.keys[layer][rows_B1, positions_BL] = key_BLGC.to(self.keys[layer].dtype)
+        self.values[layer][rows_B1, positions_BL] = value_BLGC.to(self.values[layer].dtype)
+
+    def advance(self, tokens: int, valid_BL: Tensor | None) -> None:
+        """Count the tokens of a forward pass; of a padded row only the valid ones (a prefix)."""
+        self.filled += tokens
+        self.lengths_B = self.lengths_B + (tokens if valid_BL is None else valid_BL.sum(1))
+
+
+class Attention(nn.Module):
+    """The attention of one layer; see the head of this file for how it is computed."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, heads, kv_heads = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+        )
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, config.head_dim
+        self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
+        bias = bool(config.attention_bias)
+        self.q = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o = nn.Linear(heads * self.head_dim, width, bias=config.output_bias)
+        if self.qk_norm != "none":
+            full = self.qk_norm == "full"
+            eps = config.rms_norm_eps
+            self.q_norm = RMSNorm(self.q.out_features if full else self.head_dim, eps)
+            self.k_norm = RMSNorm(self.k.out_features if full else self.head_dim, eps)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        rotation: Rotation,
+        cu_seqlens_N1: Tensor | None = None,
+        lengths_N: Tensor | None = None,
+        cache: KVCache | None = None,
+        layer: int = 0,
+        positions_BL: Tensor | None = None,
+    ) -> Tensor:
+        """[B, L, D] → [B, L, D]. `layer` and `positions_BL` are only read together with `cache`."""
+        rows, length, _ = x_BLD.shape
+        q, k, v = self.q(x_BLD), self.k(x_BLD), self.v(x_BLD)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
+        q_BLHC = q.view(rows, length, self.heads, self.head_dim)
+        k_BLGC = k.view(rows, length, self.kv_heads, self.head_dim)
+        v_BLGC = v.view(rows, length, self.kv_heads, self.head_dim)
+        if self.qk_norm == "head":
+            q_BLHC, k_BLGC = self.q_norm(q_BLHC), self.k_norm(k_BLGC)
+        q_BLHC, k_BLGC = rotate(q_BLHC, rotation), rotate(k_BLGC, rotation)
+
+        if cache is not None:
+            cache.write(layer, positions_BL, k_BLGC, v_BLGC)
+        if cache is not None and cache.filled > 0:
+            end = cache.filled + length
+            y_BLHC = cached_attention(
+                q_BLHC, cache.keys[layer][:, :end], cache.values[layer][:, :end], positions_BL
+            )
+        elif lengths_N is not None:
+            y_BLHC = packed_attention(q_BLHC, k_BLGC, v_BLGC, cu_seqlens_N1, lengths_N)
+        else:
+            y_BLHC = causal_attention(q_BLHC, k_BLGC, v_BLGC)
+        return self.o(y_BLHC.reshape(rows, length, self.heads * self.head_dim))
+
+
+def causal_attention(q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor) -> Tensor:
+    """Each token attends to its row up to itself. [B, L, H, C]."""
+    q, k, v = (part.transpose(1, 2) for part in (q_BLHC, k_BLGC, v_BLGC))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=_grouped(q, k))
+    return y.transpose(1, 2)
+
+
+def cached_attention(
+    q_BLHC: Tensor, keys_BSGC: Tensor, values_BSGC: Tensor, positions_BL: Tensor
+) -> Tensor:
+    """New tokens at `positions_BL` attend to all cached ones up to themselves. [B, L, H, C]."""
+    q, k, v = (part.transpose(1, 2) for part in (q_BLHC, keys_BSGC, values_BSGC))
+    seen_BLS = torch.arange(k.shape[2], device=k.device) <= positions_BL[..., None]
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    y = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen_BLS[:, None], enable_gqa=_grouped(q, k)
+    )
+    return y.transpose(1, 2)
+
+
+def packed_attention(
+    q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, cu_seqlens_N1: Tensor, lengths_N: Tensor
+) -> Tensor:
+    """Each token attends to its document up to itself.
+
+    cu_seqlens_N1: int32 on the device of q; lengths_N: int64 on the CPU. Only one of them is read,
+    by kind of device, so neither costs a copy. N may change from call to call without recompiling.
+    """
+    q_THC, k_TGC, v_TGC = (part.flatten(0, 1) for part in (q_BLHC, k_BLGC, v_BLGC))
+    if q_BLHC.is_cuda and q_BLHC.dtype in (torch.bfloat16, torch.float16):
+        y_THC = _flash(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest=q_BLHC.shape[1])
+    else:
+        y_THC = torch.ops.tessera.document_attention(q_THC, k_TGC, v_TGC, lengths_N)
+    return y_THC.view(q_BLHC.shape)
+
+
+def _grouped(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] != k.shape[1]
+
+
+@cache
+def _varlen_options() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _flash(
+    q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, cu_seqlens_N1: Tensor, longest: int
+) -> Tensor:
+    """PyTorch's variable-length flash attention; its options differ between 2.10 and 2.13.
+
+    `longest` only sizes the launch. The row length is given, not the longest document: a number
+    that changed with every batch would make the compiler start again.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = _varlen_options()
+    causal = {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
+    groups = q_THC.shape[1] // k_TGC.shape[1]
+    if groups > 1 and "enable_gqa" in options:
+        causal["enable_gqa"] = True
+    elif groups > 1:
+        k_TGC, v_TGC = (part.repeat_interleave(groups, dim=1) for part in (k_TGC, v_TGC))
+    return varlen_attn(
+        q_THC, k_TGC, v_TGC, cu_seqlens_N1, cu_seqlens_N1, longest, longest, **causal
+    )
+
+
+# ---------------------------------------------------------------- one call per document, as an op
+# An operator, so that the compiler sees one node for any number of documents.
+
+
+def _per_document(q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, lengths: list[int]) -> Tensor:
+    parts = zip(*(part.split(lengths) for part in (q_THC, k_TGC, v_TGC)), strict=True)
+    return torch.cat([causal_attention(*(x[None] for x in part))[0] for part in parts])
+
+
+@torch.library.custom_op("tessera::document_attention", mutates_args=())
+def _document_attention(q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, lengths_N: Tensor) -> Tensor:
+    return _per_document(q_THC, k_TGC, v_TGC, lengths_N.tolist())
+
+
+@_document_attention.register_fake
+def _(q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, lengths_N: Tensor) -> Tensor:
+    return q_THC.new_empty(q_THC.shape)
+
+
+@torch.library.custom_op("tessera::document_attention_backward", mutates_args=())
+def _document_attention_backward(
+    grad_THC: Tensor, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, lengths_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Autograd does not run inside an operator, so the softmax's backward is written out.
+    lengths = lengths_N.tolist()
+    parts = [part.split(lengths) for part in (grad_THC, q_THC, k_TGC, v_TGC)]
+    grads = [_causal_backward(*part) for part in zip(*parts, strict=True)]
+    return tuple(torch.cat(part) for part in zip(*grads, strict=True))
+
+
+def _causal_backward(
+    grad_LHC: Tensor, q_LHC: Tensor, k_LGC: Tensor, v_LGC: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of softmax(q·kᵀ/√C + causal)·v of one document, in fp32 at least."""
+    length, heads, width = q_LHC.shape
+    shape = (length, k_LGC.shape[1], heads // k_LGC.shape[1], width)  # heads of one group together
+    wide = torch.promote_types(q_LHC.dtype, torch.float32)
+    grad, q = (part.to(wide).view(shape) for part in (grad_LHC, q_LHC))
+    k, v = k_LGC.to(wide), v_LGC.to(wide)
+    scores = torch.einsum("qgrc,kgc->grqk", q, k) / math.sqrt(width)
+    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+    p = scores.masked_fill_(later, -torch.inf).softmax(-1)
+    dv = torch.einsum("grqk,qgrc->kgc", p, grad)
+    dp = torch.einsum("qgrc,kgc->grqk", grad, v)
+    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / math.sqrt(width)
+    dq = torch.einsum("grqk,kgc->qgrc", ds, k).reshape(q_LHC.shape)
+    dk = torch.einsum("grqk,qgrc->kgc", ds, q)
+    return dq.to(q_LHC.dtype), dk.to(k_LGC.dtype), dv.to(v_LGC.dtype)
+
+
+@_document_attention_backward.register_fake
+def _(grad_THC: Tensor, q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, lengths_N: Tensor):
+    return tuple(part.new_empty(part.shape) for part in (q_THC, k_TGC, v_TGC))
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_THC: Tensor):
+    return *torch.ops.tessera.document_attention_backward(grad_THC, *ctx.saved_tensors), None
+
+
+_document_attention.register_autograd(_backward, setup_context=_save)

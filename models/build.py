@@ -1,0 +1,122 @@
+"""Building a model with initial weights that depend on seed and name only.
+
+Every parameter draws from a random stream of its own, experts one by one, always on the CPU in
+fp32. So any process can draw just the part it holds, and weights are the same for any device,
+number of processes or layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.transformer import Decoder
+
+Kind = Literal["embedding", "norm", "bias", "router", "expert", "attention", "mlp", "head"]
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    kernels: str = "auto",
+    save: str = "h",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int | None = 0,
+    **moe_options: Any,
+) -> Decoder:
+    """A `Decoder` with initial weights.
+
+    Args:
+        config: the architecture.
+        kernels: implementation of the expert layers: auto, triton or reference.
+        save: what expert layers keep for backward: "h" pre-activations, "x" only their input.
+        dtype: of the weights. Routers stay fp32 whatever it is (fp64 in an fp64 model).
+        device: "meta" gives a model without memory, e.g. to count parameters.
+        seed: of the initial weights; None leaves memory as it comes, for weights loaded next.
+        moe_options: further run-time fields of `moe.MoEConfig` (rounding, sequence_stats ...).
+    """
+    moe_configs = [
+        config.moe_config(layer, kernels=kernels, save=save, **moe_options)
+        for layer in range(config.num_hidden_layers)
+    ]
+    # First without memory: otherwise each layer would fill its weights once just to be overwritten.
+    with torch.device("meta"):
+        model = Decoder(config, moe_configs).to(dtype)
+    if torch.device(device).type == "meta":
+        return model
+    model.to_empty(device=device)
+    if config.tie_word_embeddings:
+        model.head.weight = model.embed.weight
+    reset_buffers(model)
+    if seed is not None:
+        init_weights(model, seed)
+    return model
+
+
+def reset_buffers(model: Decoder) -> None:
+    """Zero the selection biases of the routers."""
+    for name, buffer in model.named_buffers():
+        if not name.endswith("router.selection_bias"):
+            raise AssertionError(f"unknown buffer {name}: say here how it starts")
+        buffer.zero_()
+
+
+@torch.no_grad()
+def init_weights(model: Decoder, seed: int) -> None:
+    """Fill all parameters: matrices N(0, initializer_range²), norms 1, biases 0."""
+    for name, kind in parameter_kinds(model).items():
+        parameter = model.get_parameter(name)
+        if kind == "norm":
+            parameter.fill_(1.0)
+        elif kind == "bias":
+            parameter.zero_()
+        elif kind == "expert":
+            for expert, weight in enumerate(parameter):
+                weight.copy_(draw(model.config, name, weight.shape, seed, expert))
+        else:
+            parameter.copy_(draw(model.config, name, parameter.shape, seed))
+
+
+def draw(
+    config: ModelConfig, name: str, shape: torch.Size, seed: int, expert: int | None = None
+) -> Tensor:
+    """Initial fp32 values of the parameter `name`, or of one expert's slice of it, on the CPU."""
+    digest = hashlib.sha256(f"{seed}/{name}/{expert}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    values = torch.empty(shape, dtype=torch.float32)
+    return values.normal_(0.0, config.initializer_range, generator=generator)
+
+
+def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
+    """What each parameter is, by its name: for optimizer groups, initial values and reports.
+
+    A tied output matrix appears once, as the embedding. ValueError for a name of no known kind, so
+    that a new parameter cannot end up in a group by accident.
+    """
+    return {name: _kind(name) for name, _ in model.named_parameters()}
+
+
+def _kind(name: str) -> Kind:
+    parts = name.split(".")
+    if parts[-1] == "bias":
+        return "bias"
+    if any(part == "norm" or part.endswith("_norm") for part in parts):
+        return "norm"
+    for part, kind in (
+        ("embed", "embedding"),
+        ("head", "head"),
+        ("router", "router"),
+        ("shared", "mlp"),
+        ("mlp", "mlp"),
+        ("w1", "expert"),
+        ("w2", "expert"),
+        ("attn", "attention"),
+    ):
+        if part in parts:
+            return kind
+    raise ValueError(f"parameter {name} is of no known kind")

@@ -1,0 +1,92 @@
+"""How the blocks are run: what is kept for the backward pass, and compilation.
+
+    apply_checkpointing(model, "selective")
+    compile_blocks(model)
+
+Both leave parameter names and values alone, and both may be used together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+if TYPE_CHECKING:
+    from models.transformer import Decoder
+
+Checkpointing = Literal["none", "full", "selective"]
+
+
+def apply_checkpointing(model: Decoder, mode: Checkpointing) -> None:
+    """Choose what backward recomputes instead of reading from memory.
+
+    - none: nothing.
+    - selective: the norms, rotations and casts of attention; results of its matrix products and of
+      the attention itself are kept. The experts are left alone: they keep only their input and
+      pre-activations anyway (`save="x"` when the model is built: only their input).
+    - full: everything inside each block but its input, for about a third more arithmetic.
+
+    Router statistics are outputs of the forward pass, so recomputing cannot count them twice.
+    """
+    if mode not in get_args(Checkpointing):
+        raise ValueError(
+            f"checkpointing={mode!r} is unknown; allowed: {', '.join(get_args(Checkpointing))}"
+        )
+    model.checkpointing = mode
+    for block in model.layers:
+        block.recompute_attention = mode == "selective"
+
+
+def compile_blocks(model: Decoder, **options: Any) -> None:
+    """Compile every block in place with `torch.compile(**options)`; all blocks share their code.
+
+    The number of documents in a batch is marked as dynamic, so packing does not recompile.
+    """
+    for block in model.layers:
+        block.compile(**options)
+
+
+def mark_dynamic(*tensors: Tensor | None) -> None:
+    """Tell the compiler that the first dimension of these changes from step to step."""
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def run_checkpointed(function: Callable, *arguments: Any) -> Any:
+    """`function(*arguments)`, keeping only the arguments.
+
+    Nothing in a block draws random numbers.
+    """
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+_KEPT = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "tessera::document_attention"})
+
+
+def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().split(".")[0] if hasattr(op, "name") else ""
+    if name in _KEPT or "attention_" in name or "_attn" in name:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_attention(function: Callable, *arguments: Any) -> Tensor:
+    """Run the attention half of a block, keeping products and attention, recomputing the rest."""
+    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+    return checkpoint(
+        function,
+        *arguments,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=contexts,
+    )

@@ -1,0 +1,165 @@
+"""Tiny models of every family, and transformers' own implementation of them as the oracle."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models import ModelConfig
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+# What each family has that the others do not, in at least one case.
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "head_dim": 12,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "attention_bias": True,
+        "rope_theta": 500000.0,
+    },
+    "qwen3_moe_sparse_step": {
+        "family": "qwen3_moe",
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "tie_word_embeddings": True,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "olmoe": {
+        "family": "olmoe",
+        "intermediate_size": 20,
+        "norm_topk_prob": False,
+        "clip_qkv": 1.0,
+    },
+    "olmoe_norm": {
+        "family": "olmoe",
+        "intermediate_size": 20,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+    },
+    "mixtral": {"family": "mixtral", "intermediate_size": 20, "head_dim": 16},
+    "glm4_moe": {
+        "family": "glm4_moe",
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "glm4_moe_plain": {
+        "family": "glm4_moe",
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+# One case per family.
+FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe")
+
+
+def tiny_config(case: str = "qwen3_moe", **changes: Any) -> ModelConfig:
+    return ModelConfig(**{**COMMON, **CASES[case], **changes})
+
+
+def tokens(config: ModelConfig, rows: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, config.vocab_size, (rows, length), generator=generator)
+
+
+def next_tokens(tokens_BL: Tensor) -> Tensor:
+    """Labels of unpacked rows: the next token, nothing for the last."""
+    return torch.cat([tokens_BL[:, 1:], tokens_BL.new_full((len(tokens_BL), 1), -100)], dim=1)
+
+
+def randomise_buffers_and_norms(model: torch.nn.Module, seed: int = 1) -> None:
+    """Values away from their neutral start: norms of 1 and biases of 0 hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if name.endswith("norm.weight") or name.endswith("bias"):
+            noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 0.5
+            tensor.data.add_((0.5 * noise).to(tensor.dtype))
+
+
+def transformers_model(config: ModelConfig, **options: Any) -> torch.nn.Module:
+    """transformers' model of this config, random weights, in training mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = config.to_hf()
+    hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
+    hf_config._experts_implementation = "eager"  # the grouped one has no fp64
+    model = AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation="sdpa", **({"dtype": torch.float32} | options)
+    )
+    return model.train()
+
+
+@contextmanager
+def transformers_in_float64() -> Iterator[None]:
+    """Inside, transformers computes norms and routers of fp64 models in fp64 too, not in fp32.
+
+    Its own code runs: the functions that say `torch.float32`, `torch.float` or `.float()` are given a
+    `torch` in which these mean float64, and Mixtral's `.float()` a Tensor method that does.
+    """
+    from transformers.models.glm4_moe import modeling_glm4_moe
+    from transformers.models.mixtral import modeling_mixtral
+    from transformers.models.olmoe import modeling_olmoe
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    wide = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
+    wide.float32 = wide.float = torch.float64
+    undo = []
+    for module in (modeling_qwen3_moe, modeling_olmoe, modeling_mixtral, modeling_glm4_moe):
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value.__name__.endswith(("RMSNorm", "Router")):
+                plain = value.forward
+                changed = {**plain.__globals__, "torch": wide}
+                value.forward = types.FunctionType(
+                    plain.__code__, changed, plain.__name__, plain.__defaults__, plain.__closure__
+                )
+                undo.append((value, plain))
+    router = modeling_mixtral.MixtralTopKRouter
+    inner, to_float = router.forward, torch.Tensor.float
+
+    def forward_in_double(self, hidden_states):
+        torch.Tensor.float = torch.Tensor.double
+        try:
+            return inner(self, hidden_states)
+        finally:
+            torch.Tensor.float = to_float
+
+    router.forward = forward_in_double
+    try:
+        yield
+    finally:
+        for value, plain in undo:
+            value.forward = plain
