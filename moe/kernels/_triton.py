@@ -1,9 +1,10 @@
 """The one place that imports Triton.
 
-`from moe.kernels._triton import triton, tl, HAVE_TRITON, INTERPRET` works on every machine. Without Triton
-(macOS, a bare CPU install) `triton` and `tl` are inert stand-ins: decorators return an object that refuses to
-launch, so kernel files import and their reference versions run. `pick_backend` turns the user's word
-("auto", "triton", "reference", "hopper") into the implementation that will run, or into a ValueError.
+`from moe.kernels._triton import triton, tl, HAVE_TRITON, INTERPRET` works on every machine. Without
+Triton (macOS, a bare CPU install) `triton` and `tl` are inert stand-ins: decorators return an
+object that refuses to launch, so kernel files import and their reference versions run.
+`pick_backend` turns the user's word ("auto", "triton", "reference", "hopper") into the
+implementation that will run, or into a ValueError.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ def pick_backend(
 ) -> str:
     """The implementation to run on `tensor`: one of `available`.
 
-    "auto" takes the fastest that can run: on CUDA "hopper" (compute capability 9, if the operator has it), then
-    "triton"; everywhere else, and for float64, "reference". A backend asked for by name is never replaced.
+    "auto" takes the fastest that can run: on CUDA "hopper" (compute capability 9, if the operator
+    has it), then "triton"; everywhere else, and for float64, "reference". A backend asked for by
+    name is never replaced.
 
     Raises:
-        ValueError: unknown name, or a named backend that cannot run here; the message says which and why.
+        ValueError: unknown name, or a named backend that cannot run here; the message says which
+            and why.
     """
     if name not in BACKENDS:
         raise ValueError(f"{argument}={name!r} is unknown; allowed: {', '.join(BACKENDS)}")
@@ -100,7 +103,8 @@ def pick_backend(
         return name
     if name not in available:
         raise ValueError(
-            f"{argument}={name!r} is not implemented by this operator; allowed: {', '.join(available)}"
+            f"{argument}={name!r} is not implemented by this operator; "
+            f"allowed: {', '.join(available)}"
         )
     if not HAVE_TRITON:
         raise ValueError(
@@ -122,7 +126,7 @@ def pick_backend(
     return name
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _properties(index: int) -> tuple[str, tuple[int, int], int]:
     p = torch.cuda.get_device_properties(index)
     return p.name, (p.major, p.minor), p.multi_processor_count

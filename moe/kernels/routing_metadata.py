@@ -1,9 +1,11 @@
 """From expert ids to the index arrays that grouped products read: a stable counting sort.
 
-Shape letters: T tokens, E experts, S slots (token order), R rows (expert order, R >= S allocated), B row tiles.
+Shape letters: T tokens, E experts, S slots (token order), R rows (expert order, R >= S allocated),
+B row tiles.
 
-A slot is one (token, expert) pair in token order. Its row is its place when pairs are sorted by expert, stable by
-slot. Ids outside [0, E) mean "no expert": the slot has no row. Everything stays on the device.
+A slot is one (token, expert) pair in token order. Its row is its place when pairs are sorted by
+expert, stable by slot. Ids outside [0, E) mean "no expert": the slot has no row. Everything stays
+on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from moe.kernels._triton import pick_backend
 
 
 class RoutingMetadata(NamedTuple):
-    """Index arrays of a routing, all int32. Rows at or after offsets_E1[E] are unused: token 0, slot 0."""
+    """Index arrays of a routing, all int32. Rows at or after offsets_E1[E] are unused: token 0,
+    slot 0."""
 
     offsets_E1: Tensor  # first row of each expert; the last entry is the number of real rows
     row_S: Tensor  # slot -> row, -1 for a slot without expert
@@ -26,7 +29,8 @@ class RoutingMetadata(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """Row tiles of a grouped product, all int32 [B]; unused tiles have expert -1 and an empty range."""
+    """Row tiles of a grouped product, all int32 [B]; unused tiles have expert -1 and an empty
+    range."""
 
     expert_B: Tensor
     start_B: Tensor  # first row
@@ -34,7 +38,7 @@ class TileSchedule(NamedTuple):
     count: Tensor  # int32 scalar: tiles in use
 
 
-# ---------------------------------------------------------------------------------------------------- reference
+# ---------------------------------------------------------------------------------------- reference
 
 
 def routing_metadata_ref(
@@ -72,7 +76,8 @@ def routing_metadata_ref(
 
 
 def max_tiles(num_experts: int, tile_rows: int, max_rows: int) -> int:
-    """Most row tiles that `max_rows` rows over `num_experts` experts can need: sum of ceil(f_e / tile_rows)."""
+    """Most row tiles that `max_rows` rows over `num_experts` experts can need: sum of ceil(f_e /
+    tile_rows)."""
     busy = min(num_experts, max_rows)
     return busy + (max_rows - busy) // tile_rows
 
@@ -99,7 +104,7 @@ def tile_schedule_ref(offsets_E1: Tensor, tile_rows: int, max_rows: int) -> Tile
     )
 
 
-# ------------------------------------------------------------------------------------------------------- public
+# ------------------------------------------------------------------------------------------- public
 
 
 def routing_metadata(
@@ -115,10 +120,12 @@ def routing_metadata(
     """Sort slots by expert, stable, and return the index arrays between slots, rows and tokens.
 
     Args:
-        expert_S: int32 or int64 expert of each slot in token order, any shape (flattened); ids outside
+        expert_S: int32 or int64 expert of each slot in token order, any shape (flattened); ids
+            outside
             [0, num_experts) are slots without expert.
         num_experts: E.
-        slots_per_token: K if token t owns slots tK … tK+K-1. Exactly one of the three token sources is given.
+        slots_per_token: K if token t owns slots tK … tK+K-1. Exactly one of the three token sources
+            is given.
         slot_offsets_T1: [T+1] when token t owns slots slot_offsets_T1[t] … slot_offsets_T1[t+1]-1.
         token_S: [S] token of each slot.
         max_rows: rows to allocate, at least S (default S).
@@ -156,7 +163,8 @@ def tile_schedule(
     Args:
         offsets_E1: [E+1] int32 first row of each expert.
         tile_rows: rows of a tile.
-        max_rows: static upper bound on offsets_E1[E]; the arrays have `max_tiles(E, tile_rows, max_rows)` entries.
+        max_rows: static upper bound on offsets_E1[E]; the arrays have `max_tiles(E, tile_rows,
+            max_rows)` entries.
     """
     if tile_rows < 1:
         raise ValueError(f"tile_rows={tile_rows} must be at least 1")

@@ -3,21 +3,23 @@
 Shape letters: T tokens, E experts, K experts per token, G expert groups.
 
 Definitions (per token; z = logits, A = selected experts):
-  score   softmax(z) | sigmoid(z) | sqrt(log(1 + e^z)) ("sqrtsoftplus", DeepSeek-V4 style) | z ("identity")
+  score   softmax(z) | sigmoid(z) | sqrtsoftplus: sqrt(log(1 + e^z)) | identity: z
   key     score + bias if a bias is given, else z (same order as the score, but it never saturates)
-  A       the K largest keys, ties to the lowest expert index, -0 equal to +0; with groups, only experts of the
-          `groups_kept` groups whose `group_top` largest (score + bias) sum highest (DeepSeek-V3)
+  A       the K largest keys, ties to the lowest expert index, -0 equal to +0; with groups, only
+          experts of the `groups_kept` groups whose `group_top` largest (score + bias) sum highest
   gates   from the unbiased score, times `scale`:
             none          s_i
-            topk_sum      s_i / (sum over A of s + 1e-20); for softmax computed as softmax over the selected
-                          logits, which is the same number without the underflow
+            topk_sum      s_i / (sum over A of s + 1e-20); for softmax computed as softmax over
+                          the selected logits, which is the same number without the underflow
             softmax_topk  softmax over the selected logits
   lse     logsumexp(z), for the z loss (ST-MoE)
-  prob    scores normalised to sum 1 over E (softmax(z) for "identity"), summed over tokens for the balance loss
+  prob    scores normalised to sum 1 over E (softmax(z) for identity), summed over tokens, for the
+          balance loss
 
-Non-finite policy: NaN counts as -inf, +inf as the largest finite number, -inf is a masked expert. Slots left when
-fewer than K finite keys remain are filled by lowest index with gate 0. No gate, lse or probability is ever NaN, and
-`nonfinite` counts the rows that held a NaN or +inf or fewer than K usable experts.
+Non-finite policy: NaN counts as -inf, +inf as the largest finite number, -inf is a masked expert.
+Slots left when fewer than K finite keys remain are filled by lowest index with gate 0. No gate, lse
+or probability is ever NaN, and `nonfinite` counts the rows that held a NaN or +inf or fewer than K
+usable experts.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from moe.kernels._triton import pick_backend
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "identity")
 NORMS = ("topk_sum", "none", "softmax_topk")
 NEG_INF = float("-inf")
-# A masked expert counts this much in a group's score: finite, so that a group with one usable expert still
-# beats a group with none.
+# A masked expert counts this much in a group's score: finite, so that a group with one usable
+# expert still beats a group with none.
 GROUP_FLOOR = -1e30
 
 
@@ -49,7 +51,7 @@ class Gating(NamedTuple):
     nonfinite: Tensor  # int32 scalar on the device: rows that needed the non-finite policy
 
 
-# ---------------------------------------------------------------------------------------------------- reference
+# ---------------------------------------------------------------------------------------- reference
 
 
 def _scores(z_TE: Tensor, score: str) -> Tensor:
@@ -59,7 +61,7 @@ def _scores(z_TE: Tensor, score: str) -> Tensor:
     if score == "sigmoid":
         return torch.sigmoid(z_TE)
     if score == "sqrtsoftplus":
-        # below `low`, log(1 + e^z) equals e^z in this dtype and the square root's slope would be 0 * inf
+        # below `low`, log(1 + e^z) equals e^z in this dtype; the root's slope would be 0 * inf
         low = -40.0 if z_TE.dtype == torch.float64 else -20.0
         root = torch.logaddexp(z_TE.clamp(min=low), z_TE.new_zeros(())).sqrt()
         return torch.where(z_TE < low, torch.exp(z_TE / 2), root)
@@ -69,7 +71,7 @@ def _scores(z_TE: Tensor, score: str) -> Tensor:
 def _select(
     key_TE: Tensor, group_key_TE: Tensor, k: int, groups: int, groups_kept: int, top: int
 ) -> tuple[Tensor, Tensor]:
-    """Indices [T, K] of the K largest keys in (key descending, index ascending) order, and which of them are usable."""
+    """Indices [T, K] of the K largest keys, (key descending, index ascending); which are usable."""
     T, E = key_TE.shape
     if groups_kept < groups:
         member = group_key_TE.clamp(min=GROUP_FLOOR).view(T, groups, E // groups)
@@ -98,7 +100,7 @@ def topk_gating_ref(
     group_top: int = 2,
     valid_T: Tensor | None = None,
 ) -> Gating:
-    """Plain torch version of `topk_gating`: any device, float64 for float64 logits, ordinary autograd."""
+    """Plain torch version of `topk_gating`: any device, float64 too, ordinary autograd."""
     T, E = logits_TE.shape
     dtype = torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
     largest = torch.finfo(dtype).max
@@ -109,8 +111,8 @@ def topk_gating_ref(
     if valid_T is None:
         valid_T = torch.ones(T, dtype=torch.bool, device=logits_TE.device)
     use_T = valid_T & live_TE.any(dim=1)
-    # Masked entries get the value 0 wherever -inf could make a NaN, in value or in gradient; the softmax alone
-    # keeps its -inf, in rows that have something else.
+    # Masked entries get the value 0 wherever -inf could make a NaN, in value or in gradient; the
+    # softmax alone keeps its -inf, in rows that have something else.
     zero = z_TE.new_zeros(())
     finite_TE = torch.where(live_TE, z_TE, zero)
     soft_TE = torch.where(use_T[:, None], z_TE, zero)
@@ -156,7 +158,7 @@ def topk_gating_ref(
     return Gating(expert_TK, gate_TK, lse_T, counts_E, prob_sum_E, nonfinite)
 
 
-# ------------------------------------------------------------------------------------------------------- public
+# ------------------------------------------------------------------------------------------- public
 
 
 def _check(
@@ -173,7 +175,8 @@ def _check(
 ) -> None:
     if logits_TE.dim() != 2 or not logits_TE.dtype.is_floating_point:
         raise ValueError(
-            f"logits_TE must be a floating point tensor [T, E], got {logits_TE.dtype} {tuple(logits_TE.shape)}"
+            "logits_TE must be a floating point tensor [T, E], got "
+            f"{logits_TE.dtype} {tuple(logits_TE.shape)}"
         )
     T, E = logits_TE.shape
     if not 1 <= k <= E:
@@ -191,7 +194,8 @@ def _check(
     if groups_kept < groups:
         if groups_kept * (E // groups) < k:
             raise ValueError(
-                f"groups_kept={groups_kept} groups of {E // groups} experts hold fewer than k={k} experts"
+                f"groups_kept={groups_kept} groups of {E // groups} experts hold fewer experts "
+                f"than k={k}"
             )
         if not 1 <= group_top <= E // groups:
             raise ValueError(
@@ -221,11 +225,12 @@ def topk_gating(
 ) -> Gating:
     """Choose K experts for every token and compute gates, logsumexp, counts and probability sums.
 
-    See the head of this file for the definitions; the gradient flows through `gate_TK`, `lse_T` and `prob_sum_E`,
-    the selection is a constant, and `bias_E` never gets a gradient.
+    See the head of this file for the definitions; the gradient flows through `gate_TK`, `lse_T` and
+    `prob_sum_E`, the selection is a constant, and `bias_E` never gets a gradient.
 
     Args:
-        logits_TE: [T, E] float32 (16-bit floats are widened; float64 runs the reference in float64).
+        logits_TE: [T, E] float32 (16-bit floats are widened; float64 runs the reference in
+            float64).
         k: experts per token, 1 to E.
         score, norm, scale: form of the gates.
         bias_E: [E] added to the score for the selection only.
@@ -236,8 +241,9 @@ def topk_gating(
     Raises:
         ValueError: an argument out of range, by name and value.
 
-    Sources: score forms and bias of DeepSeek-V3 (arXiv 2412.19437), z loss of ST-MoE (arXiv 2202.08906), tie and
-    NaN behaviour after the reports pytorch/pytorch#127196 and vllm-project/vllm#39391.
+    Sources: score forms and bias of DeepSeek-V3 (arXiv 2412.19437), z loss of ST-MoE (arXiv
+        2202.08906), tie and NaN behaviour after the reports pytorch/pytorch#127196 and vllm-
+        project/vllm#39391.
     """
     _check(logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T)
     pick_backend(backend, logits_TE, available=("reference",))

@@ -1,0 +1,270 @@
+"""Token rounding for training: expert batches that fill whole tiles.
+
+A grouped product works on tiles of M rows; plain top-K leaves the last tile of every expert partly
+empty, 0.5 E M / (T K) of the work on average. Rounding moves each expert's token count to a
+multiple of M by dropping its lowest-scored tokens or adding the best-scored others, less than one
+tile per expert. Use it for training only: the choice depends on the whole batch, so it is neither
+causal nor independent of what else is in the batch. Evaluation and export use plain top-K.
+Statistics for balancing come from the counts before rounding.
+
+Shape letters: T tokens, E experts, K experts per token, D model width, S slots.
+
+Source: SonicMoE, arXiv 2512.14080, algorithm 4 and its ablations.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.kernels._triton import pick_backend
+from moe.kernels.routing_metadata import routing_metadata
+from moe.kernels.token_rounding import CAP_UNIT, RENORMS, VARIANTS, token_rounding_ref
+from moe.kernels.topk_gating import Gating
+from moe.routing import Routing
+
+DROPPED_GRADS = ("none", "default")
+
+
+@dataclass(frozen=True)
+class RoundingConfig:
+    """How token counts become multiples of the tile.
+
+    Raises:
+        ValueError: an impossible value, by field, value and what is allowed.
+    """
+
+    variant: str = "nearest"
+    """With f tokens, low and high the multiples around f: nearest (tie up) | nearest_even (tie to
+    the even multiple) | up | down | balanced (the right total, largest remainders go up) |
+    stochastic (up with probability (f - low) / M, each expert alone) | systematic (the same
+    probability, one draw for all, so the total is right too) | score (up if the joining tokens'
+    score mass is at least the leaving ones')."""
+    tile: int = 128
+    """M, rows of a tile of the grouped products."""
+    min_tiles: int = 1
+    """An expert with at least one token gets at least this many tiles; 0 lets rounding empty an
+    expert, which then has no gradient and tends to stay empty."""
+    max_tiles: float | None = None
+    """None, or a capacity factor c >= 1.25: at most ceil(c T K / (E M)) tiles an expert."""
+    protect_top1: bool = False
+    """Never drop a token's first choice, so that every token keeps at least one expert."""
+    renorm: str = "tc"
+    """Denominator of the gates: tc = that of plain top-K (kept pairs keep their gate, added pairs
+    have their probability); tr = sum over the realised pairs; none = bare probabilities."""
+    dropped_grad: str = "none"
+    """default = a dropped pair's gate gets the gradient <dy_t, m_e> with m_e a default vector of
+    the expert (Default MoE, arXiv 2504.12463); see `dropped_pair_gradient`."""
+    min_mean_tiles: float = 2.0
+    """Below this many tiles per expert on average (T K / (E M)) the batch is routed by plain
+    top-K."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("variant", VARIANTS),
+            ("renorm", RENORMS),
+            ("dropped_grad", DROPPED_GRADS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(allowed)}"
+                )
+        if self.tile < 1:
+            raise ValueError(f"tile={self.tile} must be at least 1")
+        if self.min_tiles < 0:
+            raise ValueError(f"min_tiles={self.min_tiles} must be 0 or more")
+        if self.max_tiles is not None and not (
+            math.isfinite(self.max_tiles) and 1.25 <= self.max_tiles <= 1024
+        ):
+            raise ValueError(
+                f"max_tiles={self.max_tiles} is a capacity factor; allowed: none, or 1.25 to 1024"
+            )
+        if not (math.isfinite(self.min_mean_tiles) and self.min_mean_tiles >= 0):
+            raise ValueError(f"min_mean_tiles={self.min_mean_tiles} must be a finite number >= 0")
+
+
+def rounding_applies(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> bool:
+    """Whether a batch of this shape is rounded: it has full tiles to give and enough of them per
+    expert."""
+    if config.tile == 1 or tokens < config.tile:
+        return False  # whole tiles already, or none possible
+    return tokens * k >= config.min_mean_tiles * num_experts * config.tile
+
+
+def max_slots(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> int:
+    """Static upper bound on the pairs after rounding, whatever the counts."""
+    joins = config.tile - 1  # tokens that can join one expert
+    if config.variant == "down":
+        joins = 0
+    elif config.variant in ("nearest", "nearest_even"):
+        joins = config.tile // 2
+    if config.min_tiles:
+        joins = max(joins, config.min_tiles * config.tile - 1)
+    if config.protect_top1:
+        joins = max(joins, config.tile - 1)
+    extra = num_experts * joins
+    if config.variant in ("balanced", "systematic") and not (
+        config.min_tiles or config.protect_top1
+    ):
+        extra = min(extra, config.tile)  # only the total is rounded, experts trade among themselves
+    return min(tokens * k + extra, tokens * num_experts)
+
+
+_noticed: set[tuple[int, int, int, int]] = set()
+
+
+def _notice(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> None:
+    key = (tokens, k, num_experts, config.tile)
+    if config.tile == 1 or key in _noticed:
+        return
+    _noticed.add(key)
+    warnings.warn(
+        f"token rounding is off for batches of {tokens} tokens: the mean of "
+        f"{tokens * k / num_experts:.0f} tokens per expert is less than "
+        f"{config.min_mean_tiles:g} tiles of {config.tile}; plain top-K is used",
+        stacklevel=3,
+    )
+
+
+def round_tokens(
+    logits_TE: Tensor,
+    gating: Gating,
+    config: RoundingConfig,
+    *,
+    score: str = "softmax",
+    norm: str = "topk_sum",
+    scale: float = 1.0,
+    uniform_E: Tensor | None = None,
+    backend: str = "auto",
+) -> Routing:
+    """Round a plain top-K choice to whole tiles per expert. For training; evaluate with plain
+    top-K.
+
+    Args:
+        logits_TE: [T, E], the logits that `gating` was made from; tokens that were not valid there
+            are
+            never taken here.
+        gating: `topk_gating(logits_TE, k, score=score, norm=norm, scale=scale, …)`.
+        config: variant, tile and the rest.
+        score, norm, scale: as given to `topk_gating`.
+        uniform_E: [E] numbers in [0, 1) for the variants stochastic and systematic; drawn from the
+            device's generator if None.
+
+    Returns:
+        A ragged `Routing`, slots in (token, expert) order, `max_slots(...)` slots allocated; or the
+        plain top-K routing itself when `rounding_applies` is False (tile 1, or too few tokens: one
+        warning).
+
+    Raises:
+        ValueError: arguments that do not fit, by name and value.
+    """
+    T, E = logits_TE.shape
+    k = gating.expert_TK.shape[1]
+    if gating.expert_TK.shape[0] != T or gating.counts_E.shape[0] != E:
+        raise ValueError(
+            f"gating is of {gating.expert_TK.shape[0]} tokens and {gating.counts_E.shape[0]} "
+            f"experts, logits_TE of {T} and {E}"
+        )
+    if uniform_E is not None and tuple(uniform_E.shape) != (E,):
+        raise ValueError(f"uniform_E must have shape ({E},), got {tuple(uniform_E.shape)}")
+    backend = pick_backend(backend, logits_TE, available=("reference",))
+    if not rounding_applies(config, T, k, E):
+        _notice(config, T, k, E)
+        return Routing.from_topk(gating.expert_TK, gating.gate_TK, E, backend=backend)
+    if config.variant in ("stochastic", "systematic") and uniform_E is None:
+        uniform_E = torch.rand(E, device=logits_TE.device)
+    pairs = token_rounding_ref(
+        logits_TE,
+        gating.expert_TK,
+        gating.gate_TK,
+        gating.lse_T,
+        max_slots(config, T, k, E),
+        score,
+        norm,
+        scale,
+        config.variant,
+        config.tile,
+        config.min_tiles,
+        0 if config.max_tiles is None else round(config.max_tiles * CAP_UNIT),
+        config.protect_top1,
+        config.renorm,
+        uniform_E,
+    )
+    meta = routing_metadata(
+        pairs.expert_S, E, slot_offsets_T1=pairs.slot_offsets_T1, backend=backend
+    )
+    return Routing(
+        gates_S=pairs.gate_S,
+        expert_S=pairs.expert_S,
+        row_S=meta.row_S,
+        token_R=meta.token_R,
+        slot_R=meta.slot_R,
+        offsets_E1=meta.offsets_E1,
+        num_tokens=T,
+        slots_per_token=None,
+        slot_offsets_T1=pairs.slot_offsets_T1,
+    )
+
+
+def dropped_pairs(routing: Routing, expert_TK: Tensor) -> Tensor:
+    """bool [T, K]: pairs of the plain choice `expert_TK` that a routing of `round_tokens` lacks."""
+    if routing.slot_offsets_T1 is None:
+        return torch.zeros_like(expert_TK, dtype=torch.bool)
+    T, E = routing.num_tokens, routing.num_experts
+    device = expert_TK.device
+    slot = torch.arange(routing.expert_S.numel(), dtype=torch.int32, device=device)
+    token_S = torch.searchsorted(routing.slot_offsets_T1, slot, right=True).long() - 1
+    # one ascending number per pair; unused slots, which all come last, get the largest
+    code_S = torch.where(routing.expert_S >= 0, token_S * E + routing.expert_S, T * E)
+    token_T1 = torch.arange(T, device=device)[:, None]
+    code_TK = token_T1 * E + expert_TK
+    place_TK = torch.searchsorted(code_S, code_TK).clamp(max=max(code_S.numel() - 1, 0))
+    return (code_S[place_TK] != code_TK) & (expert_TK >= 0)
+
+
+class _DefaultVectorGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_TD, gate_TK, expert_TK, dropped_TK, default_ED):
+        ctx.save_for_backward(expert_TK, dropped_TK, default_ED)
+        ctx.gate_dtype = gate_TK.dtype
+        return y_TD.view_as(y_TD)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy_TD):
+        expert_TK, dropped_TK, default_ED = ctx.saved_tensors
+        dot_TE = dy_TD.to(ctx.gate_dtype) @ default_ED.to(ctx.gate_dtype).T
+        dgate_TK = dot_TE.gather(1, expert_TK.long().clamp(min=0))
+        dgate_TK = torch.where(dropped_TK, dgate_TK, torch.zeros_like(dgate_TK))
+        return dy_TD, dgate_TK, None, None, None
+
+
+def dropped_pair_gradient(
+    y_TD: Tensor, gate_TK: Tensor, expert_TK: Tensor, dropped_TK: Tensor, default_ED: Tensor
+) -> Tensor:
+    """Return `y_TD` unchanged; in backward a dropped pair's gate gets <dy_t, m_e>.
+
+    The expert output of a dropped pair was never computed; the default vector m_e (a running mean of
+    the expert's outputs) stands for it, in the gradient alone (Default MoE, arXiv 2504.12463).
+
+    Args:
+        y_TD: [T, D] output of the experts.
+        gate_TK: [T, K] gates of the plain choice, differentiable.
+        expert_TK: [T, K] int, the plain choice.
+        dropped_TK: [T, K] bool, see `dropped_pairs`.
+        default_ED: [E, D] default vectors; no gradient flows to them.
+    """
+    if dropped_TK.shape != gate_TK.shape or expert_TK.shape != gate_TK.shape:
+        raise ValueError(
+            f"gate_TK {tuple(gate_TK.shape)}, expert_TK {tuple(expert_TK.shape)} and dropped_TK "
+            f"{tuple(dropped_TK.shape)} must have one shape"
+        )
+    if default_ED.shape[-1] != y_TD.shape[-1]:
+        raise ValueError(
+            f"default_ED has width {default_ED.shape[-1]}, y_TD has width {y_TD.shape[-1]}"
+        )
+    return _DefaultVectorGradient.apply(y_TD, gate_TK, expert_TK, dropped_TK, default_ED.detach())
