@@ -29,6 +29,9 @@ from moe.layer import MoE
 from moe.router import gates_at
 from moe.routing import CompactRouting, Routing
 
+# attribute names that torch.compile and activation checkpointing put into a module's path
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
 
 @dataclass
 class _Cursor:
@@ -153,9 +156,8 @@ def _layers(model: nn.Module) -> dict[str, MoE]:
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            for mark in ("_orig_mod.", "_checkpoint_wrapped_module."):
-                name = name.replace(mark, "")
-            layers[name] = module
+            parts = [part for part in name.split(".") if part not in WRAPPERS]
+            layers[".".join(parts)] = module
     if not layers:
         raise ValueError(f"{type(model).__name__} has no MoE layer to trace")
     return layers

@@ -1,8 +1,8 @@
 """Set-up shared by all tests.
 
-The Triton interpreter must be chosen before Triton is imported, and Triton comes with the first import of
-`moe`, so it is done at the head of this file. One thread: the tests' matrices are small, and two pytest
-workers on a small machine would otherwise fight for the cores.
+The Triton interpreter must be chosen before Triton is imported, and Triton comes with the first
+import of `moe`, so it is done at the head of this file. One thread: the tests' matrices are small,
+and two pytest workers on a small machine would otherwise fight for the cores.
 """
 
 import os
