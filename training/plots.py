@@ -1,0 +1,169 @@
+"""Pictures of a run, drawn from its folder: for plots/*.png while it trains and for the report.
+
+`figures` yields each picture that the logged metrics allow. Drawing must not disturb the run:
+`write_plots` returns what went wrong instead of raising.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from training.record import Record, Series, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POINTS = 600
+"""Points of a curve; longer ones are thinned, keeping the extremes of each stretch."""
+
+BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d97a1a", "#8a8f98", "#b3261e"
+
+
+def thin(series: Series, points: int = POINTS) -> Series:
+    """At most about `points` points, with the lowest and the highest value of every stretch."""
+    if len(series) <= points:
+        return series
+    kept: set[int] = {0, len(series) - 1}
+    width = math.ceil(2 * len(series) / points)
+    for start in range(0, len(series), width):
+        stretch = range(start, min(start + width, len(series)))
+        kept.add(min(stretch, key=lambda i: series.values[i]))
+        kept.add(max(stretch, key=lambda i: series.values[i]))
+    order = sorted(kept)
+    return Series([series.steps[i] for i in order], [series.values[i] for i in order])
+
+
+def _draw(axes: Axes, series: Series, **style: object) -> None:
+    series = thin(series)
+    axes.plot(series.steps, series.values, **({"linewidth": 1.2} | style))
+
+
+def _figure(title: str, unit: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    figure = Figure(figsize=(5.6, 3.0), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def figures(
+    record: Record, unigram_entropy: float | None = None
+) -> Iterator[tuple[str, str, Figure]]:
+    """Name, a sentence on how to read it, and the picture, for each that the metrics allow.
+
+    Args:
+        unigram_entropy: nats per token of the training text, drawn beside the loss: what a model
+            reaches that knows only how often each token occurs.
+    """
+    loss, val = record.series("loss"), record.series("val_loss")
+    if loss.steps:
+        figure, axes = _figure("loss", "nats per token")
+        _draw(axes, loss, color=BLUE, label="training")
+        if val.steps:
+            axes.plot(val.steps, val.values, "o-", color=ORANGE, markersize=3, label="validation")
+        if unigram_entropy is not None:
+            axes.axhline(unigram_entropy, color=GREY, linestyle="--", label="unigram entropy")
+        axes.legend(fontsize=8, frameon=False)
+        yield "loss", "Both fall; validation rising while training falls is overfitting.", figure
+
+    simple = (
+        ("lr", "learning rate", "", "Warm-up, course and decay of the peak rate."),
+        (
+            "grad_norm",
+            "gradient norm",
+            "before clipping",
+            "Steady after warm-up; peaks go with jumps of the loss.",
+        ),
+        ("tokens_per_second", "speed", "tokens per second", "Steady; dips are waits for data."),
+        (
+            "mfu",
+            "model FLOPs utilisation",
+            "part of peak",
+            "Useful arithmetic per peak arithmetic.",
+        ),
+        (
+            "balance_loss",
+            "load-balance loss",
+            "1 = balanced",
+            "Near 1 when all experts get the same load; their number when one gets all.",
+        ),
+        (
+            "max_violation",
+            "fullest expert",
+            "load / mean - 1",
+            "0 = balanced; 1 = the fullest expert of the worst layer has twice the mean.",
+        ),
+        ("dead_experts", "dead experts", "experts", "Below a tenth of the mean load, all layers."),
+        (
+            "router_entropy",
+            "entropy of gates",
+            "nats",
+            "ln K: the K experts count alike; 0: one of them does everything.",
+        ),
+    )
+    for name, title, unit, text in simple:
+        series = record.series(name)
+        if name == "tokens_per_second" and len(series) > 2:
+            series = Series(series.steps[1:], series.values[1:])  # the first holds compilation
+        if series.steps:
+            figure, axes = _figure(title, unit)
+            _draw(axes, series, color=RED if name == "dead_experts" else BLUE)
+            if name in ("tokens_per_second", "dead_experts", "max_violation"):
+                axes.set_ylim(bottom=0)
+            if name == "grad_norm" and all(v > 0 for v in series.finite):
+                axes.set_yscale("log")
+            yield name, text, figure
+
+    layers = record.layers("max_violation")
+    if layers and any(len(series) > 1 for series in layers.values()):
+        yield "load_by_layer", "Dark rows are layers with a much-used expert.", _heat_map(layers)
+
+
+def _heat_map(layers: dict[int, Series]) -> Figure:
+    import numpy as np
+
+    figure, axes = _figure("fullest expert by MoE layer (load / mean - 1)", "MoE layer")
+    steps = sorted({step for series in layers.values() for step in series.steps})
+    columns = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, 120).astype(int))]
+    place = {step: column for column, step in enumerate(columns)}
+    grid = np.full((len(layers), len(columns)), np.nan)
+    for row, series in enumerate(layers.values()):
+        for step, value in zip(series.steps, series.values):
+            if step in place:
+                grid[row, place[step]] = value
+    image = axes.imshow(
+        grid,
+        aspect="auto",
+        cmap="YlGnBu",
+        vmin=0,
+        interpolation="nearest",
+        extent=(columns[0], columns[-1], len(layers) - 0.5, -0.5),
+    )
+    axes.set_yticks(range(len(layers)), [str(number) for number in layers])
+    if len(layers) > 12:
+        axes.set_yticks(range(0, len(layers), 4), [str(n) for n in list(layers)[::4]])
+    axes.grid(visible=False)
+    figure.colorbar(image, ax=axes).ax.tick_params(labelsize=8)
+    return figure
+
+
+def write_plots(folder: str | Path, unigram_entropy: float | None = None) -> str | None:
+    """Draw plots/*.png of a run folder; returns what went wrong, or None."""
+    folder = Path(folder)
+    try:
+        (folder / "plots").mkdir(exist_ok=True)
+        for name, _, figure in figures(read_run(folder), unigram_entropy):
+            figure.savefig(folder / "plots" / f"{name}.png", dpi=110)
+    except Exception as error:  # a picture is never worth a run
+        return f"plots could not be drawn ({type(error).__name__}: {error})"
+    return None
