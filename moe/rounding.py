@@ -118,6 +118,8 @@ _noticed: set[tuple[int, int, int, int]] = set()
 
 
 def _notice(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> None:
+    if torch.compiler.is_compiling():
+        return  # a warning would break the graph
     key = (tokens, k, num_experts, config.tile)
     if config.tile == 1 or key in _noticed:
         return
