@@ -22,6 +22,7 @@ from moe.kernels._triton import BACKENDS
 from moe.kernels.activations import activation_width
 from moe.kernels.topk_gating import Gating
 from moe.metrics import RouterStats
+from moe.rounding import RoundingConfig, round_tokens
 from moe.router import Router, check_router, probabilities
 from moe.routing import Routing
 
@@ -61,6 +62,8 @@ class MoEConfig:
     """One of `moe.kernels.activations.WIDTH`."""
     shared_expert_size: int = 0
     """Inner width of the expert that every token uses; 0 = none."""
+    rounding: RoundingConfig | None = None
+    """Round each expert's tokens to whole tiles while training; evaluation is plain top-K."""
     sequence_stats: bool = False
     """Measure the balance of each sequence too, for `moe.balance.sequence_loss`."""
     kernels: str = "auto"
@@ -86,6 +89,11 @@ class MoEConfig:
             raise ValueError(f"kernels={self.kernels!r} is unknown; allowed: {', '.join(BACKENDS)}")
         if self.save not in SAVE:
             raise ValueError(f"save={self.save!r} is unknown; allowed: {', '.join(SAVE)}")
+        if self.rounding is not None and self.rounding.dropped_grad != "none":
+            raise ValueError(
+                f"rounding.dropped_grad={self.rounding.dropped_grad!r} needs default vectors, "
+                "which this layer does not keep; allowed here: 'none'"
+            )
         activation_width(self.activation)
         check_router(self)
 
@@ -202,9 +210,7 @@ class MoE(nn.Module):
 
         logits_TE = self.router.logits(x_TD)
         gating = self.router.choose(logits_TE, valid_T)
-        routing = Routing.from_topk(
-            gating.expert_TK, gating.gate_TK, self.config.num_experts, self.config.kernels
-        )
+        routing = self._route(logits_TE, gating)
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
@@ -222,6 +228,20 @@ class MoE(nn.Module):
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         stats = self._stats(logits_TE, gating, routing, valid_T, sequences)
         return y_TD.view(x.shape), stats
+
+    def _route(self, logits_TE: Tensor, gating: Gating) -> Routing:
+        c = self.config
+        if self.training and c.rounding is not None:
+            return round_tokens(
+                logits_TE,
+                gating,
+                c.rounding,
+                score=c.score,
+                norm=c.norm,
+                scale=c.route_scale,
+                backend=c.kernels,
+            )
+        return Routing.from_topk(gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels)
 
     def _stats(
         self,
@@ -254,4 +274,5 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         c = self.config
-        return f"{c.num_experts} experts of {c.expert_size}, {c.activation}, kernels={c.kernels}"
+        text = f"{c.num_experts} experts of {c.expert_size}, {c.activation}, kernels={c.kernels}"
+        return text + (f", {c.rounding}" if c.rounding else "")
