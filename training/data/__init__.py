@@ -26,7 +26,6 @@ _LAZY = {
     "TrainData": "loader",
     "build_data": "loader",
     "load_tokenizer": "tokenizer",
-    "unigram_entropy": "store",
 }
 
 __all__ = ["DataConfig", "DataError", "SourceConfig", *_LAZY]

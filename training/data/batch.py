@@ -6,19 +6,18 @@ Shape letters: B rows, L tokens a row, N segments of the flattened batch (N1 = N
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from models.documents import Documents
+from training.data.order import Row
 
-@dataclass(frozen=True)
-class Documents:
-    """Segments that attention must not leave, over the flattened B*L tokens."""
-
-    cu_seqlens_N1: Tensor
-    lengths: tuple[int, ...]
-    max_length: int
+EMPTY = (-1, 0, 0)
+"""Identity of a row without tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Batch:
         """The same batch in pinned host memory (called by the DataLoader)."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, function) -> Batch:
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         changed = {
             field.name: function(value)
             for field in dataclasses.fields(self)
@@ -62,3 +61,47 @@ class Batch:
             self.documents, cu_seqlens_N1=function(self.documents.cu_seqlens_N1)
         )
         return dataclasses.replace(self, documents=documents, **changed)
+
+
+def make_batch(
+    rows: Sequence[Row | None], where: Sequence[tuple[int, int, int]], seq_len: int, pad_id: int
+) -> Batch:
+    """Put rows together; None is a row without tokens.
+
+    Args:
+        where: (source, epoch, row) of each row.
+    """
+    shape = (len(rows), seq_len)
+    tokens_BL = np.full(shape, pad_id, np.int64)
+    labels_BL = np.full(shape, -100, np.int64)
+    positions_BL = np.empty(shape, np.int64)
+    valid_BL = np.zeros(shape, bool)
+    lengths: list[int] = []
+    count = np.arange(seq_len)
+    num_tokens = 0
+    for b, row in enumerate(rows):
+        used = 0 if row is None else len(row.tokens)
+        if used:
+            tokens_BL[b, :used] = row.tokens
+            labels_BL[b, :used] = row.labels
+            valid_BL[b, :used] = True
+            lengths += row.lengths
+            start = 0
+            for length in row.lengths:
+                positions_BL[b, start : start + length] = count[:length]
+                start += length
+        if used < seq_len:  # padding is a segment of its own, so no real token attends to it
+            positions_BL[b, used:] = count[: seq_len - used]
+            lengths.append(seq_len - used)
+        num_tokens += used
+    return Batch(
+        tokens_BL=torch.from_numpy(tokens_BL),
+        labels_BL=torch.from_numpy(labels_BL),
+        positions_BL=torch.from_numpy(positions_BL),
+        valid_BL=torch.from_numpy(valid_BL),
+        source_B=torch.tensor([source for source, _, _ in where], dtype=torch.int64),
+        documents=Documents.from_lengths(lengths),
+        num_targets=int((labels_BL != -100).sum()),
+        num_tokens=num_tokens,
+        rows=tuple(where),
+    )

@@ -14,6 +14,8 @@ BUNDLED = "bundled:"
 """Prefix of the texts and tokenizers that ship with the package: `bundled:moby-dick`."""
 
 
+_BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
+
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
 )
@@ -32,7 +34,7 @@ class SourceConfig(BaseModel):
     """File, glob, folder or a list of them; a token store made by scripts/prepare_data.py; or
     `bundled:moby-dick`. Relative to the working directory."""
     hub: str | None = None
-    """Data set name for the `datasets` library (or its builder `json`, `parquet` … with `files`)."""
+    """Data set for the `datasets` library, or one of its builders (`json` …) with `files`."""
     name: str | None = None
     """Name in logs and metrics; default: the file, folder or data set's own."""
     weight: Annotated[float, Field(gt=0)] | None = None
@@ -58,6 +60,8 @@ class SourceConfig(BaseModel):
             for key in ("subset", "split", "files"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is read only with hub, and this source has a path")
+        elif self.hub in _BUILDERS and self.files is None:
+            raise ValueError(f"hub={self.hub} is a file format of `datasets`: name its files")
         elif self.format != "auto":
             raise ValueError(f"format={self.format} is read only with path, not with hub")
         if self.text_field is not None and self.format in ("text", "lines", "store"):

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Tokenise text into a token store ahead of training, or check one.
+
+    python scripts/prepare_data.py 'corpus/*.jsonl.gz' --out store --tokenizer TOKENIZER
+    python scripts/prepare_data.py corpus/ --out store --train-tokenizer 32768
+    python scripts/prepare_data.py --hub allenai/c4 --subset en --out store --tokenizer TOKENIZER
+    python scripts/prepare_data.py --check store
+    python scripts/prepare_data.py --corpus sotu --out sotu.jsonl
+
+The same command goes on where an earlier one ended, however it ended. Train on the store with
+`data.sources=[{path: store}]`; it brings its tokenizer along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pydantic import ValidationError
+
+from training.data.config import DataConfig, DataError, SourceConfig
+from training.data.corpora import CORPORA, download_corpus
+from training.data.lock import try_lock
+from training.data.sources import describe, make_reader, resolve, source_name
+from training.data.store import TokenStore, is_store
+from training.data.tokenizer import load_tokenizer
+from training.data.writer import refuse_bad_lines, write_store
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("inputs", nargs="*", help="files, globs or folders (jsonl, parquet, txt)")
+    parser.add_argument("--out", type=Path, help="folder of the store (with --corpus: a file)")
+    tokenizer = parser.add_mutually_exclusive_group()
+    tokenizer.add_argument("--tokenizer", help="tokenizer.json, a folder with one, or a hub name")
+    tokenizer.add_argument(
+        "--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N tokens first"
+    )
+    parser.add_argument("--eos-token", help="end-of-document token, if the tokenizer names none")
+    parser.add_argument("--hub", help="data set name for the datasets library, instead of inputs")
+    parser.add_argument("--subset", help="configuration of the hub data set")
+    parser.add_argument("--split", help="split of the hub data set (default train)")
+    parser.add_argument("--files", nargs="+", help="data files of the hub data set or builder")
+    parser.add_argument("--format", default="auto", help="auto, jsonl, parquet, text or lines")
+    parser.add_argument("--text-field", help="field with the text (default text)")
+    parser.add_argument("--on-bad-line", choices=("stop", "skip"), default="stop")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
+    parser.add_argument("--check", type=Path, metavar="STORE", help="verify counts and checksums")
+    parser.add_argument("--corpus", help=f"download text as jsonl: {', '.join(CORPORA)}")
+    return parser.parse_args(arguments)
+
+
+def check(folder: Path) -> int:
+    """Print what a store holds and everything that is wrong with it."""
+    store = TokenStore(folder)
+    print(describe(str(folder), store), f"{len(store.blocks)} blocks", sep=", ")
+    faults = store.check()
+    for fault in faults:
+        print(f"FAULT {fault}", file=sys.stderr)
+    if not faults:
+        print("all counts and checksums agree")
+    return 1 if faults else 0
+
+
+def prepare(given: argparse.Namespace) -> None:
+    """Make the store, or finish it."""
+    if given.out is None:
+        raise DataError("--out is missing: the folder of the store")
+    if bool(given.inputs) == bool(given.hub):
+        raise DataError("give either input files or --hub")
+    source = SourceConfig(
+        path=given.inputs[0] if len(given.inputs) == 1 else given.inputs or None,
+        hub=given.hub,
+        format=given.format,
+        text_field=given.text_field,
+        subset=given.subset,
+        split=given.split,
+        files=given.files,
+    )
+    if isinstance(source.path, str) and is_store(source.path):
+        raise DataError(f"{source.path} is a token store already; --check verifies it")
+    config = DataConfig(
+        sources=[source],
+        tokenizer=given.tokenizer,
+        tokenizer_vocab_size=given.train_tokenizer,
+        eos_token=given.eos_token,
+        on_bad_line=given.on_bad_line,
+    )
+    if given.tokenizer is None and given.train_tokenizer is None:
+        raise DataError("give --tokenizer, or --train-tokenizer N to train one on the inputs")
+    given.out.mkdir(parents=True, exist_ok=True)
+    lock = try_lock(given.out / ".lock")
+    if lock is None:
+        raise DataError(f"{given.out} is being written by another process")
+    try:
+        source = resolve(source, "inputs")
+        reader = make_reader(source, "inputs")
+        # An earlier run of this command may have left its tokenizer here: it is used again if it
+        # was trained, and must be the same if it is named.
+        tokenizer = load_tokenizer(config, given.out / "tokenizer")
+        start = time.monotonic()
+        before = len(TokenStore(given.out).blocks) if is_store(given.out) else 0
+        write_store(
+            given.out,
+            reader,
+            tokenizer,
+            on_bad_line=given.on_bad_line,
+            workers=given.workers,
+            label=source_name(source),
+        )
+    finally:
+        os.close(lock)
+    seconds = time.monotonic() - start
+    store = TokenStore(given.out)
+    refuse_bad_lines(given.out, store.blocks, given.on_bad_line)
+    new = store.blocks[before:]
+    if not store.documents:
+        skipped = sum(store.skipped().values())
+        raise DataError(f"no documents in the inputs ({skipped} lines or documents left out)")
+    print(describe(str(given.out), store))
+    print(
+        f"{sum(b.tokens for b in new):,} tokens in {seconds:.1f} s "
+        f"({sum(b.text_bytes for b in new) / 1e6 / max(seconds, 1e-9):.2f} MB/s)"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; 0 done, 1 a damaged store, 2 a mistake told in one line."""
+    given = parse_arguments(arguments)
+    try:
+        if given.check is not None:
+            return check(given.check)
+        if given.corpus is not None:
+            if given.out is None:
+                raise DataError("--out is missing: the jsonl file to write")
+            count = download_corpus(given.corpus, given.out)
+            print(f"{given.out}: {count} documents, {given.out.stat().st_size:,} bytes")
+            return 0
+        prepare(given)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        print(f"error: {place + ': ' if place else ''}{first['msg']}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
