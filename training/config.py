@@ -173,15 +173,26 @@ class RouterConfig(Section):
     z_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the router z-loss (squared log-sum-exp of the logits)."""
     rounding: Literal[
-        "none", "up", "down", "nearest", "nearest_even", "balanced", "stochastic", "systematic"
+        "none",
+        "nearest",
+        "nearest_even",
+        "up",
+        "down",
+        "balanced",
+        "stochastic",
+        "systematic",
+        "score",
     ] = "none"
-    """Round each expert's token count to whole tiles in training; evaluation never rounds."""
+    """Round each expert's token count to whole tiles in training (SonicMoE, arXiv 2512.14080);
+    evaluation never rounds. The words are explained in moe/rounding.py."""
     rounding_tile: Positive = 128
     """Rows of a tile."""
     rounding_min_tiles: Count = 1
     """Tiles that every expert with at least one token gets."""
-    rounding_max_tiles: Positive | None = None
-    """Most tiles of one expert; empty: no limit."""
+    rounding_max_tiles: Annotated[float, Field(ge=1.25, le=1024)] | None = None
+    """Most tiles of one expert, as a multiple of the mean; empty: no limit."""
+    rounding_min_mean_tiles: Annotated[float, Field(ge=0)] = 2.0
+    """A micro-batch with fewer tiles per expert than this on average is not rounded."""
     rounding_protect_top1: bool = False
     """Never take a token's best expert from it."""
     rounding_renorm: Literal["tc", "tr", "none"] = "tc"
@@ -396,10 +407,26 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(
             f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
         )
+    if config.router.rounding != "none":
+        _check_rounding(config)
     if data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"data.seq_len={data.seq_len} must not exceed "
             f"model.max_position_embeddings={model.max_position_embeddings}"
+        )
+
+
+def _check_rounding(config: Config) -> None:
+    """Rounding that would never happen is a useless setting."""
+    model, router = config.model.config, config.router
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    tiles = tokens * model.num_experts_per_tok / (model.num_experts * router.rounding_tile)
+    if tiles < router.rounding_min_mean_tiles or tokens < router.rounding_tile:
+        raise ValueError(
+            f"router.rounding={router.rounding!r} has no effect: a micro-batch of {tokens} tokens "
+            f"gives an expert {tiles:.2g} tiles of router.rounding_tile={router.rounding_tile} on "
+            f"average, below router.rounding_min_mean_tiles={router.rounding_min_mean_tiles:g}; "
+            f"raise train.micro_batch_size, or leave it out"
         )
 
 

@@ -102,6 +102,11 @@ MISTAKES = [
     ("data.seq_len=512", "data.seq_len=512 must not exceed model.max_position_embeddings=256"),
     ("model.hf_config=nowhere", "model.hf_config='nowhere': there is no file"),
     ("model.init_from=nowhere", "model.init_from='nowhere': there is no file"),
+    ("router.rounding=nearest", "gives an expert 1 tiles of router.rounding_tile=128"),
+    (
+        "router.rounding=nearest router.rounding_max_tiles=1",
+        "rounding_max_tiles=1 must be a number",
+    ),
     # settings that another setting makes useless
     ("router.rounding_tile=64", "router.rounding_tile=64 has no effect while router.rounding=none"),
     ("router.rounding_protect_top1=true", "has no effect while router.rounding=none"),
@@ -163,6 +168,7 @@ def test_what_is_missing_is_named(tmp_path):
 
 def test_resolved_config_loads_again_and_tells_versions(file, tmp_path):
     words = ["optim.lr=1e-9", "log.wandb=offline", "run.name=010", "router.rounding=nearest"]
+    words += ["router.rounding_tile=32"]
     config = load_config(file, [*words, "eval.sample_prompt=\"no: way # to, quote 'this'\""])
     out = tmp_path / "resolved.yaml"
     write_resolved(config, out)
