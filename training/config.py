@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -35,6 +35,7 @@ from models.config_hf import fields_from_hf
 from training.config_load import (
     ConfigError,
     apply_overrides,
+    fail,
     first_line,
     kind,
     models_in,
@@ -493,12 +494,6 @@ def build_config(values: dict[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(first_line(error, field_names())) from None
-
-
-def fail(error: Exception) -> NoReturn:
-    """End the program because of a mistake of the user's: one line, exit code 2."""
-    print(f"error: {error}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def versions() -> dict[str, str]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -22,6 +23,12 @@ from pydantic import BaseModel, ValidationError
 
 class ConfigError(ValueError):
     """A mistake in a config or its data, told in one line; programs answer with exit code 2."""
+
+
+def fail(error: Exception) -> NoReturn:
+    """End the program because of a mistake of the user's: one line, exit code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 # --- YAML ---------------------------------------------------------------------------------------
