@@ -11,19 +11,20 @@
 A rounding error in a logit can move a token to another expert, and everything behind it is then
 another computation. Under a replay two models that should agree differ by their arithmetic alone.
 
-Shape letters: T tokens, E experts, K experts per token.
+Shape letters: T tokens, E experts, K experts per token, S slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe.kernels.token_rounding import weights_ref
 from moe.kernels.topk_gating import Gating
 from moe.layer import MoE
 from moe.router import gates_at
@@ -31,6 +32,20 @@ from moe.routing import CompactRouting, Routing
 
 # attribute names that torch.compile and activation checkpointing put into a module's path
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True)
+class TraceEntry:
+    """One forward of one layer."""
+
+    choice: CompactRouting
+    """The router's top-K choice, which the statistics count."""
+    realised: CompactRouting | None
+    """What the experts computed, where token rounding made it differ from the choice."""
+
+    def to(self, device: torch.device | str) -> TraceEntry:
+        realised = None if self.realised is None else self.realised.to(device)
+        return TraceEntry(self.choice.to(device), realised)
 
 
 @dataclass
@@ -46,7 +61,7 @@ class RoutingTrace:
     """The routing of every MoE layer of a model, forward by forward.
 
     Attributes:
-        entries: layer name -> one `CompactRouting` per forward, on the device it was made on.
+        entries: layer name -> one `TraceEntry` per forward, on the device it was made on.
     """
 
     def __init__(self, model: nn.Module, gate_dtype: torch.dtype = torch.float32) -> None:
@@ -58,7 +73,7 @@ class RoutingTrace:
         """
         self.model = model
         self.gate_dtype = gate_dtype
-        self.entries: dict[str, list[CompactRouting]] = {name: [] for name in _layers(model)}
+        self.entries: dict[str, list[TraceEntry]] = {name: [] for name in _layers(model)}
 
     @contextmanager
     def record(self) -> Iterator[RoutingTrace]:
@@ -67,14 +82,14 @@ class RoutingTrace:
         The second forward that activation checkpointing runs inside the backward is not recorded.
         """
         layers = _layers(self.model)
-        entries: dict[str, list[CompactRouting]] = {name: [] for name in layers}
+        entries: dict[str, list[TraceEntry]] = {name: [] for name in layers}
 
         def hook(name: str) -> Callable[..., tuple[Gating, Routing]]:
             def keep(
                 layer: MoE, logits_TE: Tensor, gating: Gating, routing: Routing
             ) -> tuple[Gating, Routing]:
                 if not _in_backward():
-                    entries[name].append(routing.compact(self.gate_dtype))
+                    entries[name].append(_entry_of(layer, gating, routing, self.gate_dtype))
                 return gating, routing
 
             return keep
@@ -117,13 +132,13 @@ class RoutingTrace:
         def hook(name: str) -> Callable[..., tuple[Gating, Routing]]:
             cursor = _Cursor()
 
-            def replace(
+            def reroute(
                 layer: MoE, logits_TE: Tensor, gating: Gating, routing: Routing
             ) -> tuple[Gating, Routing]:
-                entry = _entry(name, self.entries[name], cursor)
+                entry = _next_entry(name, self.entries[name], cursor)
                 return _rerouted(name, entry, layer, logits_TE, gating, gates)
 
-            return replace
+            return reroute
 
         with _hooked(layers, hook):
             yield self
@@ -147,7 +162,14 @@ class RoutingTrace:
                 f"the model has {sorted(self.entries)}"
             )
         self.entries = {
-            name: [CompactRouting(**entry) for entry in entries] for name, entries in state.items()
+            name: [
+                TraceEntry(
+                    CompactRouting(**entry["choice"]),
+                    entry["realised"] and CompactRouting(**entry["realised"]),
+                )
+                for entry in entries
+            ]
+            for name, entries in state.items()
         }
 
 
@@ -182,7 +204,15 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _entry(name: str, entries: list[CompactRouting], cursor: _Cursor) -> CompactRouting:
+def _entry_of(layer: MoE, gating: Gating, routing: Routing, gate_dtype: torch.dtype) -> TraceEntry:
+    if routing.slots_per_token is not None:
+        return TraceEntry(routing.compact(gate_dtype), None)
+    config = layer.config
+    choice = Routing.from_topk(gating.expert_TK, gating.gate_TK, config.num_experts, config.kernels)
+    return TraceEntry(choice.compact(gate_dtype), routing.compact(gate_dtype))
+
+
+def _next_entry(name: str, entries: list[TraceEntry], cursor: _Cursor) -> TraceEntry:
     if _in_backward():
         if len(cursor.pending) != 1:
             raise RuntimeError(
@@ -200,25 +230,53 @@ def _entry(name: str, entries: list[CompactRouting], cursor: _Cursor) -> Compact
 
 
 def _rerouted(
-    name: str, entry: CompactRouting, layer: MoE, logits_TE: Tensor, gating: Gating, gates: str
+    name: str, entry: TraceEntry, layer: MoE, logits_TE: Tensor, gating: Gating, gates: str
 ) -> tuple[Gating, Routing]:
-    config = layer.config
-    tokens = logits_TE.shape[0]
-    found = (tokens, config.num_experts, config.num_experts_per_tok)
-    recorded = (entry.num_tokens, entry.num_experts, entry.slots_per_token)
+    c = layer.config
+    tokens, device = logits_TE.shape[0], logits_TE.device
+    choice, realised = entry.choice, entry.realised
+    found = (tokens, c.num_experts, c.num_experts_per_tok)
+    recorded = (choice.num_tokens, choice.num_experts, choice.slots_per_token)
     if found != recorded:
         raise ValueError(
             f"{name}: (tokens, num_experts, num_experts_per_tok) was {recorded} when recorded, "
             f"is {found} now"
         )
-    expert_TK = entry.ids_S().to(logits_TE.device).view(tokens, config.num_experts_per_tok)
-    gate_TK = None
+    if realised is not None and c.rounding is None and gates == "live":
+        raise ValueError(
+            f"{name}: recorded with token rounding, but rounding=None now does not say how live "
+            "gates are normalised; use gates='frozen'"
+        )
+    expert_TK = choice.ids_S().to(device).view(tokens, c.num_experts_per_tok)
+    gate_S = None
     if gates == "live":
-        gate_TK = gates_at(logits_TE, expert_TK, config.score, config.norm, config.route_scale)
-    routing = entry.expand(
-        None if gate_TK is None else gate_TK.reshape(-1), logits_TE.device, config.kernels
-    )
+        gate_TK = gates_at(logits_TE, expert_TK, c.score, c.norm, c.route_scale)
+        gate_S = gate_TK.reshape(-1)
+    routing = choice.expand(gate_S, device, c.kernels)
     gating = gating._replace(
         expert_TK=expert_TK, gate_TK=routing.gates_S.view_as(expert_TK), counts_E=routing.counts_E
     )
+    if realised is not None:
+        routing = realised.expand(None, device, c.kernels)
+        if gates == "live":
+            routing = replace(routing, gates_S=_rounded_gates(layer, logits_TE, gating, routing))
     return gating, routing
+
+
+def _rounded_gates(layer: MoE, logits_TE: Tensor, gating: Gating, routing: Routing) -> Tensor:
+    """Gates [S] of given pairs, as `moe.rounding` normalises them."""
+    c = layer.config
+    T, E = logits_TE.shape
+    token_S, expert_S = routing.token_S.long(), routing.expert_S.long()
+    used_S = expert_S >= 0
+    cell_S = torch.where(used_S, token_S * E + expert_S, 0)
+    weight_TE = weights_ref(logits_TE, c.score, c.norm)
+    if c.rounding.renorm == "tr":
+        weight_S = torch.where(used_S, weight_TE.reshape(-1)[cell_S], 0.0)
+        total_T = weight_S.new_zeros(T + 1).index_add(0, token_S, weight_S)
+        return weight_S / (total_T[token_S] + 1e-20) * c.route_scale
+    gate_TE = weight_TE * c.route_scale
+    if c.rounding.renorm == "tc":
+        # pairs of the top-K choice have the gate they have without rounding
+        gate_TE = gate_TE.scatter(1, gating.expert_TK.long().clamp(min=0), gating.gate_TK)
+    return torch.where(used_S, gate_TE.reshape(-1)[cell_S], 0.0)

@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe import RouterStats, RoutingTrace, balance_loss, z_loss
+from moe.rounding import RoundingConfig
 from tests.moe.oracle import (
     FORMS,
     check_gradients,
@@ -13,6 +14,7 @@ from tests.moe.oracle import (
     moe_by_hand,
 )
 
+ROUNDING = RoundingConfig(tile=4, min_mean_tiles=1)
 ACTIVATIONS = ["swiglu", "geglu", "reglu", "relu2", "gelu", "silu"]
 
 
@@ -318,10 +320,44 @@ def test_no_forward_changes_the_layer():
         assert torch.equal(tensor, before[name]), name
 
 
-def test_evaluation_is_training_without_rounding():
-    layer = make_layer(torch.float32)
-    x = torch.randn(30, 6)
-    assert torch.equal(layer(x)[0], layer.eval()(x)[0])
+def test_rounding_is_for_training_alone():
+    layer = make_layer(torch.float32, rounding=ROUNDING)
+    plain = make_layer(torch.float32)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(40, 6)
+    y, stats = layer(x)
+    assert (stats.rows_E % 4 == 0).all()
+    right, plain_stats = plain(x)
+    assert torch.equal(stats.counts_E, plain_stats.counts_E)  # the load before rounding
+    assert not torch.equal(stats.rows_E, stats.counts_E)
+    assert not torch.allclose(y, right)
+    assert torch.equal(layer.eval()(x)[0], right)
+    assert_same_stats(layer(x)[1], plain_stats)
+
+
+def test_rounding_that_needs_more_than_the_layer_has_is_refused():
+    with pytest.raises(ValueError, match=r"rounding\.dropped_grad='default' needs default vectors"):
+        make_layer(rounding=RoundingConfig(dropped_grad="default"))
+
+
+def test_rounded_gradients_by_finite_differences():
+    layer = make_layer(rounding=ROUNDING)
+    x = torch.randn(40, 6, dtype=torch.float64, requires_grad=True)
+    trace = RoutingTrace(layer, gate_dtype=torch.float64)
+    with trace.record():
+        layer(x)
+
+    def value():
+        with trace.replay():
+            y, stats = layer(x)
+        return y.square().sum() + balance_loss(stats)
+
+    tensors = {"x": x, **dict(layer.named_parameters())}
+    check_gradients(value, tensors)
+    y, stats = layer(x)
+    found = torch.autograd.grad(y.square().sum() + balance_loss(stats), list(tensors.values()))
+    for name, a, b in zip(tensors, found, torch.autograd.grad(value(), list(tensors.values()))):
+        torch.testing.assert_close(a, b, msg=name)
 
 
 class Counter(torch.nn.Module):
@@ -369,11 +405,17 @@ def test_recomputation_routes_alike_and_counts_once():
 
 # ------------------------------------------------------------------------------ compilation
 
+COMPILED = {
+    "plain": {},
+    "sigmoid": {"score": "sigmoid", "selection_bias": True, "sequence_stats": True},
+    "rounded": {"rounding": ROUNDING},
+    "not_rounded_for_lack_of_tokens": {"rounding": RoundingConfig()},
+}
+
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    "fields", [{}, {"score": "sigmoid", "selection_bias": True, "sequence_stats": True}]
-)
+@pytest.mark.parametrize("fields", COMPILED.values(), ids=COMPILED)
+@pytest.mark.filterwarnings("ignore:token rounding is off")
 def test_compiles_without_a_graph_break(masked, fields):
     layer = make_layer(torch.float32, shared_expert_size=3, **fields)
     x = torch.randn(2, 8, 6, requires_grad=True)

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe import MoE, MoEConfig, RouterStats, RoutingTrace
+from moe.rounding import RoundingConfig
 from tests.moe.oracle import check_gradients, make_layer
 
 
@@ -41,7 +42,7 @@ def recorded(model, *batches) -> RoutingTrace:
 
 
 def chosen(trace, layer="first", forward=0):
-    return trace.entries[layer][forward].ids_S()
+    return trace.entries[layer][forward].choice.ids_S()
 
 
 @pytest.mark.parametrize("gates", ["live", "frozen"])
@@ -161,7 +162,7 @@ def test_save_and_load():
     buffer.seek(0)
     loaded = RoutingTrace(model)
     loaded.load_state_dict(torch.load(buffer))
-    entry = loaded.entries["second"][0]
+    entry = loaded.entries["second"][0].choice
     assert entry.expert_S.dtype == torch.uint16
     assert torch.equal(entry.ids_S(), chosen(trace, "second"))
     with loaded.replay(gates="frozen"):
@@ -171,6 +172,59 @@ def test_save_and_load():
         ValueError, match=r"holds layers \['other'\], the model has \['first', 'sec"
     ):
         loaded.load_state_dict({"other": []})
+
+
+# ------------------------------------------------------------------------------ token rounding
+
+
+def rounded_model(renorm, score="softmax", norm="topk_sum", dtype=torch.float64) -> Model:
+    rounding = RoundingConfig(tile=4, min_mean_tiles=1, renorm=renorm)
+    return Model(dtype, score=score, norm=norm, rounding=rounding, route_scale=1.5)
+
+
+@pytest.mark.parametrize("renorm", ["tc", "tr", "none"])
+@pytest.mark.parametrize(("score", "norm"), [("softmax", "topk_sum"), ("sigmoid", "none")])
+def test_rounded_routing_is_replayed(renorm, score, norm):
+    """Values, statistics and gradients of a rounded forward, with live gates."""
+    model = rounded_model(renorm, score, norm)
+    x, valid = torch.randn(40, 6, dtype=torch.float64), torch.arange(40) < 35
+    weight = model.first.router.weight
+
+    def run():
+        y, stats = model(x, valid)
+        return y.detach(), stats.detach(), torch.autograd.grad(y.square().sum(), weight)[0]
+
+    y, stats, gradient = run()
+    assert not torch.equal(stats.counts_E, stats.rows_E)
+    assert (stats.rows_E % 4 == 0).all()
+    trace = RoutingTrace(model, gate_dtype=torch.float64)
+    with trace.record():
+        run()
+    loaded = RoutingTrace(model)
+    loaded.load_state_dict(trace.state_dict())
+    for one in (trace, loaded):
+        with one.replay():
+            again_y, again_stats, again_gradient = run()
+        torch.testing.assert_close(again_y, y)
+        torch.testing.assert_close(again_gradient, gradient)
+        for a, b in zip(again_stats, stats):
+            torch.testing.assert_close(a, b)
+    with trace.replay(gates="frozen"):
+        torch.testing.assert_close(model(x, valid)[0], y, rtol=1e-6, atol=1e-6)
+
+
+def test_rounded_trace_on_a_model_without_rounding():
+    model = rounded_model("tc", dtype=torch.float32)
+    x = torch.randn(40, 6)
+    trace = recorded(model, x)
+    plain = Model()
+    plain.load_state_dict(model.state_dict())
+    right = model(x)[0]
+    assert not torch.allclose(plain(x)[0], right)
+    with trace.replay(plain, gates="frozen"):
+        torch.testing.assert_close(plain(x)[0], right)
+    with trace.replay(plain), pytest.raises(ValueError, match="recorded with token rounding"):
+        plain(x)
 
 
 # ------------------------------------------------------------------------------ recomputation
