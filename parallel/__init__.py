@@ -10,7 +10,21 @@ from parallel.data_parallel import (
     check_same_weights,
     from_main,
     gather,
+    launched_size,
+    shutdown,
+    start,
     sum_,
 )
 
-__all__ = ["World", "agree", "barrier", "check_same_weights", "from_main", "gather", "sum_"]
+__all__ = [
+    "World",
+    "agree",
+    "barrier",
+    "check_same_weights",
+    "from_main",
+    "gather",
+    "launched_size",
+    "shutdown",
+    "start",
+    "sum_",
+]

@@ -172,9 +172,10 @@ def _describe(error: BaseException, folder: Path) -> str:
 class Saver:
     """Writes snapshots of a run, in this thread or in the background.
 
-    All processes must call `save` for the same steps. In the background, the tensors are first
-    copied to host memory (in stream order, so the next update cannot reach them); a second save
-    waits for the first. Ended saves, also failed ones, are handed out by `poll`.
+    All processes must call `save` for the same steps; `last_step` is the last of them. In the
+    background, the tensors are first copied to host memory (in stream order, so the next update
+    cannot reach them); a second save waits for the first. Ended saves, also failed ones, are handed
+    out by `poll`.
     """
 
     def __init__(
@@ -184,7 +185,9 @@ class Saver:
         *,
         keep_last: int | None = 3,
         background: bool = True,
+        last_step: int | None = None,
     ) -> None:
+        self.last_step = last_step
         self.root = root
         self.world = world
         self.keep_last = keep_last
@@ -196,6 +199,7 @@ class Saver:
     def save(self, snapshot: Snapshot) -> None:
         """Write one checkpoint; how it ended comes out of `poll`."""
         self.wait()
+        self.last_step = snapshot.step
         if not self.background:
             self._ended.put(self._write(snapshot, lambda: None))
             return

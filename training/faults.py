@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
 
+import torch.distributed as dist
 from torch import Tensor
+
+from training.config_load import ConfigError
 
 DONE = 0
 FAILED = 1
@@ -89,3 +95,26 @@ def out_of_memory_message(
             text += "; routing is skewed, so a larger router.balance_coef lowers the peak too"
     lower = ", ".join(f"{name} (now {value})" for name, value in settings)
     return f"{text}. To need less memory, lower or change: {lower}"
+
+
+def tell(rank: int, error: BaseException, code: int) -> int:
+    """Print an error in one line on the error output; returns the exit code.
+
+    All processes read the same config, so only the first tells of a mistake in it.
+    """
+    text = " ".join(str(error).split())
+    if rank == 0:
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    elif not isinstance(error, ConfigError):
+        print(f"error on process {rank}: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    """End the program. Processes that failed do not wait for what may never answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stuck = any(thread.name == "wandb" for thread in threading.enumerate())
+    if stuck or dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)

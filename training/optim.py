@@ -38,7 +38,6 @@ DECAYED = {
     "attention": True,
     "mlp": True,
     "expert": True,
-    "shared_expert": True,
     "head": True,
     "embedding": False,
     "norm": False,

@@ -12,6 +12,10 @@ step is wasted on a learning rate of zero.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from training.config import OptimConfig
 
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
 
@@ -66,3 +70,15 @@ def lr_factor(
         "wsd": 1.0 - math.sqrt(x),
     }[kind]
     return min_ratio + (1.0 - min_ratio) * shape
+
+
+def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
+    """The learning rate of `step` (from 0) by the `optim` section, before group multipliers."""
+    return optim.lr * lr_factor(
+        step,
+        steps=steps,
+        kind=optim.schedule,
+        warmup_steps=optim.warmup_steps,
+        decay_fraction=optim.decay_fraction,
+        min_ratio=optim.min_lr_ratio,
+    )

@@ -1,0 +1,252 @@
+"""Train a Mixture-of-Experts language model.
+
+    python train.py CONFIG [section.key=value ...]
+    torchrun --standalone --nproc-per-node=N train.py CONFIG [section.key=value ...]
+
+CONFIG is a YAML file (default: configs/quickstart.yaml); every setting is explained in
+training/config.py. The same command again goes on from the last good checkpoint.
+
+Exit codes: 0 done; 2 a mistake in the config or the data; 75 stopped on request (SIGTERM, Ctrl+C)
+with a checkpoint saved; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import closing
+
+import torch
+
+from parallel import World, check_same_weights, launched_size, shutdown, start
+from training import faults, status
+from training.assemble import (
+    make_model,
+    make_optimizer,
+    model_config,
+    prepare_execution,
+    restore,
+    snapshot,
+)
+from training.checkpoint import CheckpointError, Saver
+from training.config import Config, ConfigError, Plan, load_config, make_plan, write_resolved
+from training.data import build_data, load_tokenizer
+from training.device import seed_all, setup_determinism
+from training.evaluate import sample_text, validate
+from training.faults import RunFailed, StopRequest
+from training.job import Job
+from training.logging import RunLog
+from training.loop import Pace, StepResult, agree_on_step, train_step
+from training.run import open_run, total_steps
+from training.schedule import learning_rate
+
+# ---- before the first step ---------------------------------------------------------------------
+
+
+def prepare(config: Config, plan: Plan, world: World) -> Job:
+    """Run folder, text, model, optimizer, and the state of the last checkpoint if there is one."""
+    device = torch.device(plan.device, world.local_rank if plan.device == "cuda" else None)
+    if config.run.deterministic:
+        setup_determinism()
+    seed_all(config.run.seed, world.rank)
+
+    run = open_run(config, world)
+    if world.main:
+        write_resolved(config, run.folder / "config.yaml")
+    log = RunLog(
+        run.folder if world.main else None, run.attempt, status.wandb_settings(config, run)
+    )
+
+    tokenizer = load_tokenizer(config.data, run.folder / "tokenizer")
+    architecture = model_config(config, tokenizer)
+    data = build_data(config.data, tokenizer, seed=config.run.seed)
+    progress = run.progress()
+    if run.checkpoint is not None:
+        data.load_state_dict(progress.position)
+    else:
+        progress.position = data.state_dict()
+    steps = total_steps(config, data.rows_per_epoch)
+
+    model = make_model(config, architecture, plan, device, resumed=run.checkpoint is not None)
+    optimizer = make_optimizer(config, model)
+    if run.checkpoint is not None:
+        restore(run.checkpoint, model, optimizer, world, config.run.seed)
+    check_same_weights(world, list(optimizer.tensors().values()))
+    prepare_execution(config, plan, model)
+
+    saver = Saver(
+        run.checkpoints,
+        world,
+        keep_last=config.checkpoint.keep_last,
+        background=config.checkpoint.async_save,
+        last_step=progress.step if run.checkpoint is not None else None,
+    )
+    job = Job(
+        config,
+        plan,
+        world,
+        device,
+        run,
+        log,
+        tokenizer,
+        data,
+        model,
+        optimizer,
+        saver,
+        steps,
+        progress,
+    )
+    status.start(job)
+    return job
+
+
+# ---- the loop ----------------------------------------------------------------------------------
+
+
+def train(job: Job, stop: StopRequest) -> int:
+    """Train to the last step, or until a stop is asked for; the exit code."""
+    config, world, log, progress = job.config, job.world, job.log, job.progress
+    window: list[StepResult] = []  # steps since the last log line, their numbers on the device
+    pace = Pace()
+    stream = job.data.steps(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=world.rank,
+        world=world.size,
+        steps=max(0, job.steps - progress.step),
+        pin_memory=job.device.type == "cuda",
+    )
+    with closing(stream):
+        for batches in stream:
+            totals = agree_on_step(world, batches, bool(stop))
+            if totals.stop:
+                break
+            progress.step += 1
+            if totals.targets:
+                result = train_step(
+                    job.model,
+                    job.optimizer,
+                    batches,
+                    totals,
+                    step=progress.step,
+                    lr=learning_rate(config.optim, progress.step - 1, job.steps),
+                    router=config.router,
+                    world=world,
+                    device=job.device,
+                    keep=job.last_counts,
+                )
+                window.append(result)
+            else:
+                status.empty_step(job)
+            progress.tokens += totals.tokens
+            progress.position = job.data.state_dict()
+
+            due = status.due(config, progress.step, job.steps)
+            if due.log:
+                metrics = status.window(job, window, pace)
+                if due.evaluate:
+                    with pace.pause():
+                        metrics |= evaluate(job)
+                log.metrics(metrics)
+                window.clear()
+            if due.save:
+                with pace.pause():
+                    save(job)
+            status.saves(job)
+
+    if window:  # a stop between two log lines
+        log.metrics(status.window(job, window, pace))
+    return finish(job, stopped=progress.step < job.steps)
+
+
+def evaluate(job: Job) -> dict[str, float]:
+    """Validation metrics, and a sample of text on the screen and in events.jsonl."""
+    evaluation = job.config.eval
+    sources = job.data.validation(
+        micro_batch_size=job.config.train.micro_batch_size,
+        rank=job.world.rank,
+        world=job.world.size,
+        batches=evaluation.batches,
+    )
+    metrics = validate(job.model, sources, world=job.world, device=job.device)
+    text = None
+    if evaluation.sample_prompt is not None:
+        text = sample_text(
+            job.model, job.tokenizer, evaluation.sample_prompt, evaluation.sample_tokens
+        )
+    status.evaluated(job, metrics, text)
+    return metrics
+
+
+def save(job: Job) -> None:
+    """A checkpoint of this moment; in the background if `checkpoint.async_save`."""
+    progress = job.progress
+    job.saver.save(
+        snapshot(
+            step=progress.step,
+            tokens=progress.tokens,
+            position=progress.position,
+            model=job.model,
+            optimizer=job.optimizer,
+            folder=job.run.folder,
+            attempt=job.run.attempt,
+        )
+    )
+
+
+def finish(job: Job, stopped: bool) -> int:
+    """Save what is not yet saved, wait until it is on disk, and say where everything lies."""
+    if job.saver.last_step != job.progress.step:
+        save(job)
+    job.saver.wait()
+    status.saves(job, final=True)
+    status.end(job, stopped)
+    job.data.close()
+    job.log.close()
+    return faults.STOPPED if stopped else faults.DONE
+
+
+# ---- the program -------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train as the command line says; the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return faults.DONE
+    world, job = World(rank=int(os.environ.get("RANK", "0"))), None
+    try:
+        overrides = [word for word in arguments if "=" in word]
+        paths = [word for word in arguments if "=" not in word]
+        if len(paths) > 1:
+            raise ConfigError(f"one config file, please, not {len(paths)}: {' '.join(paths)}")
+        config = load_config(paths[0] if paths else None, overrides)
+        plan = make_plan(config, launched_size())
+        world = start(plan.device, config.parallel.timeout_s)
+        job = prepare(config, plan, world)
+    except ValueError as error:  # ConfigError, DataError, and what models and layers refuse
+        return faults.tell(world.rank, error, faults.USER_ERROR)
+    except CheckpointError as error:
+        return faults.tell(world.rank, error, faults.FAILED)
+
+    stop = StopRequest().listen()
+    try:
+        code = train(job, stop)
+        shutdown(world)
+        return code
+    except torch.OutOfMemoryError as error:
+        return faults.tell(world.rank, status.out_of_memory(job, error), faults.FAILED)
+    except (RunFailed, CheckpointError) as error:
+        return faults.tell(world.rank, error, faults.FAILED)
+    except Exception:
+        traceback.print_exc()
+        return faults.FAILED
+    finally:
+        job.saver.wait()
+        job.log.close()
+
+
+if __name__ == "__main__":
+    faults.leave(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""The parts of a run, as `train.py` puts them together and hands them around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from training.loop import LastCounts
+
+if TYPE_CHECKING:
+    import torch
+
+    from models.transformer import Decoder
+    from parallel import World
+    from training.checkpoint import Saver
+    from training.config import Config, Plan
+    from training.data import TextTokenizer, TrainData
+    from training.logging import RunLog
+    from training.optim import MasterAdamW
+    from training.run import Run
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    """Finished steps, skipped ones included."""
+    tokens: int = 0
+    """Valid tokens in them."""
+    position: dict[str, Any] = field(default_factory=dict)
+    """State of the data after them."""
+
+
+@dataclass
+class Job:
+    """Everything that is made before the first step."""
+
+    config: Config
+    plan: Plan
+    world: World
+    device: torch.device
+    run: Run
+    log: RunLog
+    tokenizer: TextTokenizer
+    data: TrainData
+    model: Decoder
+    optimizer: MasterAdamW
+    saver: Saver
+    steps: int
+    """Steps of the whole run."""
+    progress: Progress
+    last_counts: LastCounts = field(default_factory=LastCounts)

@@ -1,0 +1,285 @@
+"""The pieces of a training step: forward and backward over micro-batches, and what a log step
+reads.
+
+Normalisation. With m running over all micro-batches of a step on all processes, a step's loss is
+
+    sum_m CE_m / targets  +  sum_m tokens_m / tokens * (balance_coef * balance_m + z_coef * z_m)
+
+where `targets` and `tokens` count the whole step. Gradients are sums over micro-batches and
+processes and are never averaged, so loss and gradients do not depend on how the rows are split. A
+micro-batch without any target adds zero; a step without any target anywhere is left out by all
+processes alike.
+
+Nothing here reads device memory back, except `read_window` at log steps (one transfer).
+
+Shape letters: L MoE layers, E experts, W steps of the window.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe.balance import attach_loss, auxiliary_loss, balance_loss, z_loss
+from moe.metrics import RouterStats, layer_metrics, model_metrics, pack, to_host
+from parallel import World, agree, gather, sum_
+from training.optim import TERMS, MasterAdamW, Outcome
+
+if TYPE_CHECKING:
+    from models.transformer import Decoder
+    from training.config import RouterConfig
+    from training.data import Batch
+
+REASONS = {1: "not finite", 2: "spike", 3: "after a stop"}
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What all processes agree on before a step."""
+
+    targets: int
+    """Labels that count, in the whole step."""
+    tokens: int
+    """Valid tokens of the whole step."""
+    stop: bool
+    """Some process was asked to stop."""
+
+
+def agree_on_step(world: World, batches: Sequence[Batch], stop: bool) -> StepTotals:
+    """One small exchange in host memory: the divisors of the loss, and whether to stop before
+    it."""
+    targets = sum(batch.num_targets for batch in batches)
+    tokens = sum(batch.num_tokens for batch in batches)
+    targets, tokens, stops = agree(world, [targets, tokens, int(stop)])
+    return StepTotals(targets, tokens, stops > 0)
+
+
+@dataclass
+class StepResult:
+    """What a step leaves on the device until the next log step."""
+
+    step: int
+    lr: float
+    tokens: int
+    rows: list[tuple[int, int, int]]
+    """(source, epoch, row) of this process's rows: the identity of its part of the batch."""
+    numbers: Tensor
+    """float32: the terms of the loss, then the fields of `Outcome`."""
+    stats: RouterStats | None
+    """Sums over this process's micro-batches; [L, E] and [L]."""
+
+
+def train_step(
+    model: Decoder,
+    optimizer: MasterAdamW,
+    batches: Sequence[Batch],
+    totals: StepTotals,
+    *,
+    step: int,
+    lr: float,
+    router: RouterConfig,
+    world: World,
+    device: torch.device,
+    keep: LastCounts | None = None,
+) -> StepResult:
+    """One optimizer step over this process's micro-batches; all processes call it alike.
+
+    Args:
+        step: number of the step, from 1, for the records.
+        keep: holds the last finished micro-batch's tokens per expert, in case memory runs out.
+    """
+    optimizer.zero_grad()
+    stats: RouterStats | None = None
+    for batch in batches:
+        batch = batch.to(device, non_blocking=True)
+        out = model(
+            batch.tokens_BL,
+            labels_BL=batch.labels_BL,
+            positions_BL=batch.positions_BL,
+            documents=batch.documents,
+            valid_BL=batch.valid_BL,
+        )
+        terms = [out.loss_sum / totals.targets]
+        loss = terms[0]
+        if out.router is not None:
+            seen = out.router.detach()
+            stats = seen if stats is None else stats.plus(seen)
+            load_LE = _load(world, router.balance_scope, seen, stats)
+            auxiliary, values = router_losses(out.router, totals.tokens, router, load_LE)
+            loss = attach_loss(loss, auxiliary)
+            terms += values
+            if keep is not None:
+                keep.counts_LE = seen.counts_E
+        loss.backward()
+        optimizer.terms[: len(terms)] += torch.stack(terms).detach()
+    sum_(world, optimizer.gradient)
+    outcome = optimizer.step(lr)
+    return StepResult(
+        step=step,
+        lr=lr,
+        tokens=totals.tokens,
+        rows=[row for batch in batches for row in batch.rows],
+        numbers=torch.cat([optimizer.terms, torch.stack(outcome)]),
+        stats=stats,
+    )
+
+
+def _load(world: World, scope: str, seen: RouterStats, so_far: RouterStats) -> Tensor | None:
+    """Tokens per expert that the balance loss compares with; None: the micro-batch's own.
+
+    global: all processes and all micro-batches of the step up to this one, as the later ones are
+        not known yet (arXiv 2501.11873 and Megatron-LM do the same). So with one micro-batch a step
+        the loss does not depend on the number of processes, and with several it is a running mean.
+    """
+    if scope == "micro":
+        return None
+    return sum_(world, so_far.counts_E.clone())
+
+
+def router_losses(
+    stats: RouterStats, step_tokens: int, router: RouterConfig, load_LE: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """A micro-batch's share of the auxiliary loss, and of the balance and z values for the log.
+
+    The coefficients weigh means over layers, so a deeper model is not balanced harder.
+    """
+    layers = stats.tokens.shape[0]
+    auxiliary = auxiliary_loss(
+        stats,
+        step_tokens=step_tokens,
+        balance_coef=router.balance_coef / layers,
+        z_coef=router.z_coef / layers,
+        counts_E=load_LE,
+    )
+    with torch.no_grad():
+        share_L = stats.tokens / step_tokens / layers
+        values = [
+            (share_L * value).sum() for value in (balance_loss(stats, load_LE), z_loss(stats))
+        ]
+    return auxiliary, values
+
+
+@dataclass
+class LastCounts:
+    """Tokens per expert of the last micro-batch that went through the model."""
+
+    counts_LE: Tensor | None = None
+
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pace:
+    """Speed of training proper: time spent on evaluation and saving does not count."""
+
+    started: float = field(default_factory=time.perf_counter)
+    paused: float = 0.0
+    laps: int = 0
+    steps: int = 0  # of all laps but the first
+    seconds: float = 0.0  # likewise
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time inside is not training time."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.paused += time.perf_counter() - start
+
+    def lap(self, steps: int) -> tuple[float, float]:
+        """Seconds since the last lap, and seconds per step to expect from here on."""
+        now = time.perf_counter()
+        seconds = max(now - self.started - self.paused, 1e-9)
+        self.started, self.paused = now, 0.0
+        self.laps += 1
+        # The first lap holds compilation and warm-up; it is used only until there is another.
+        if self.laps == 1:
+            return seconds, seconds / steps
+        self.steps += steps
+        self.seconds += seconds
+        return seconds, self.seconds / self.steps
+
+
+# --- log steps ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A step of the window that was not applied."""
+
+    step: int
+    reason: str
+    loss: float
+    grad_norm: float
+    lr: float
+    rows: list[list[int]]
+    """[source, epoch, row] of all rows of the step over all processes."""
+
+
+def read_window(
+    window: Sequence[StepResult], world: World, skipped_before: Tensor
+) -> tuple[dict[str, Any], list[Skipped]]:
+    """The last step's metrics and the window's skipped steps; all processes call it alike.
+
+    The one place that waits for the device: everything comes over in one transfer.
+    """
+    last = window[-1]
+    layers: dict[str, Tensor] = {}
+    if last.stats is not None:
+        flat, unpack = pack(last.stats)
+        layers = layer_metrics(unpack(sum_(world, flat)))
+    numbers_W, layers, whole, total = to_host(
+        (
+            torch.stack([result.numbers for result in window]),
+            layers,
+            model_metrics(layers),
+            skipped_before,
+        )
+    )
+    names = [*TERMS, *Outcome._fields]
+    table = [dict(zip(names, row)) for row in numbers_W.tolist()]
+    metrics: dict[str, Any] = {
+        "step": last.step,
+        "loss": table[-1]["loss"],
+        "grad_norm": table[-1]["grad_norm"],
+        "skipped_steps": int(total),
+    }
+    if layers:
+        metrics |= {name: value.item() for name, value in whole.items()}
+        metrics |= {name: table[-1][name] for name in ("balance_loss", "z_loss")}
+        metrics |= {
+            f"layers/{layer}/{name}": value
+            for name, values in layers.items()
+            for layer, value in enumerate(values.tolist())
+        }
+    bad = [(result, row) for result, row in zip(window, table) if row["reason"]]
+    if not bad:
+        return metrics, []
+    # All processes see the same reasons, so all come here or none.
+    parts = gather(world, [result.rows for result, _ in bad])
+    skipped = [
+        Skipped(
+            step=result.step,
+            reason=REASONS[int(row["reason"])],
+            loss=row["loss"],
+            grad_norm=row["grad_norm"],
+            lr=result.lr,
+            rows=[list(place) for part in parts for place in part[number]],
+        )
+        for number, (result, row) in enumerate(bad)
+    ]
+    return metrics, skipped
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that is too large for a float."""
+    return math.exp(loss) if loss < 700 else math.inf

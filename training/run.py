@@ -1,0 +1,187 @@
+"""The run folder: whose it is, which attempt this is, and what a resumed run may change.
+
+The same command again goes on from the newest good checkpoint. Settings may differ from those the
+checkpoint was made with as long as its state keeps its meaning: the length of the run, learning
+rates, batch sizes, logging, evaluation, the number of processes; each change is logged. What gives
+the saved tensors another meaning (the architecture, the seed) is refused here by name; what gives
+the position in the data another meaning (the text, the tokenizer, the row length) is refused by
+the data's own state.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from parallel import World, from_main
+from training.checkpoint import newest, read_state
+from training.config_load import ConfigError
+from training.job import Progress
+from training.logging import EVENTS, METRICS, read_lines
+
+if TYPE_CHECKING:
+    from training.config import Config
+
+# Settings that must stay, and the exceptions below them.
+FIXED = ("model", "data", "run.seed", "train.global_batch_size")
+FREE = (
+    "model.kernels",
+    "model.save",
+    "model.hf_config",
+    "model.init_from",
+    "data.workers",
+    "data.tokenize_workers",
+    "data.cache_dir",
+    "data.on_bad_line",
+    "data.validation_sources",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run and where it goes on."""
+
+    folder: Path
+    attempt: int
+    """0 for the first start, one more for each restart."""
+    checkpoint: Path | None
+    """Folder to go on from."""
+    passed_over: tuple[str, ...] = ()
+    """One sentence for each newer folder that is no complete checkpoint."""
+    changed: tuple[str, ...] = ()
+    """Settings that differ from the checkpoint's, as "key: old → new"."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def progress(self) -> Progress:
+        """How far the run was when the checkpoint was made."""
+        if self.checkpoint is None:
+            return Progress()
+        state = read_state(self.checkpoint)
+        return Progress(state["step"], state["tokens"], state["data"])
+
+
+def open_run(config: Config, world: World) -> Run:
+    """Take the run folder, find what to go on from, and compare the settings.
+
+    Raises:
+        ConfigError: `run.resume=never` and the folder exists; another process is using it; it
+            cannot be
+            written; or a setting that must stay has changed.
+    """
+    folder = config.run.folder
+    problem = from_main(world, _take(folder, config.run.resume) if world.main else None)
+    if problem is not None:
+        raise ConfigError(problem)
+    attempt = from_main(world, _next_attempt(folder) if world.main else None)
+    checkpoint, passed_over = newest(folder / "checkpoints", world)
+    changed: list[str] = []
+    if checkpoint is not None:
+        old = yaml.safe_load((checkpoint / "config.yaml").read_text(encoding="utf-8"))
+        changed, refused = differences(old, config.to_dict())
+        if refused:
+            raise ConfigError(
+                f"{folder} is to go on from {checkpoint.name}, but these settings cannot change "
+                f"in a run: {'; '.join(refused)}. Set them back, or give another run.name"
+            )
+    return Run(folder, attempt, checkpoint, tuple(passed_over), tuple(changed))
+
+
+def total_steps(config: Config, rows_per_epoch: int | None) -> int:
+    """Optimizer steps of the whole run.
+
+    Raises:
+        ConfigError: the length is given in epochs, and that of an epoch is not known.
+    """
+    train = config.train
+    if train.steps is not None:
+        return train.steps
+    if rows_per_epoch is None:
+        raise ConfigError(
+            f"train.epochs={train.epochs} needs a known number of rows, which data.stream=true "
+            f"does not have at the start; give train.steps"
+        )
+    steps = math.ceil(train.epochs * rows_per_epoch / train.global_batch_size)
+    if config.optim.warmup_steps >= steps:
+        raise ConfigError(
+            f"optim.warmup_steps={config.optim.warmup_steps} must be below the {steps} steps that "
+            f"train.epochs={train.epochs} makes here"
+        )
+    return steps
+
+
+_locks: list[int] = []  # held until the process ends, however it ends
+
+
+def _take(folder: Path, resume: str) -> str | None:
+    """Make and lock the folder; what is wrong, if anything."""
+    if resume == "never" and folder.exists():
+        return (
+            f"run folder {folder} exists and run.resume='never'; give another run.name, or "
+            f"run.resume=auto to go on with it"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        return f"run folder {folder} cannot be written ({error.strerror}); see run.dir, run.name"
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            os.close(descriptor)
+            return f"another process is training in {folder}; wait for it, or give another run.name"
+        # A file system without locks: training there is allowed, unguarded.
+    _locks.append(descriptor)
+    return None
+
+
+def _next_attempt(folder: Path) -> int:
+    seen = [
+        line["attempt"]
+        for name in (EVENTS, METRICS)
+        for line in read_lines(folder / name)
+        if isinstance(line.get("attempt"), int)
+    ]
+    return max(seen, default=-1) + 1
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Settings that differ, as "key: old → new": those that may change, and those that must not."""
+    before, after = _flat(old), _flat(new)
+    allowed, refused = [], []
+    for key in {**before, **after}:
+        was, now = before.get(key), after.get(key)
+        if was == now or key.startswith("run.name"):
+            continue
+        fixed = _under(key, FIXED) and not _under(key, FREE)
+        (refused if fixed else allowed).append(f"{key}: {was!r} → {now!r}")
+    return allowed, refused
+
+
+def _under(key: str, places: tuple[str, ...]) -> bool:
+    return any(key == place or key.startswith(place + ".") for place in places)
+
+
+def _flat(values: Any, place: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as dotted keys; empty ones stay as they are."""
+    if isinstance(values, Mapping) and values:
+        items = values.items()
+    elif isinstance(values, (list, tuple)) and values and isinstance(values[0], Mapping):
+        items = enumerate(values)
+    else:
+        return {place: list(values) if isinstance(values, tuple) else values}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{place}.{key}" if place else str(key))
+    return flat

@@ -1,0 +1,247 @@
+"""What a run says about itself, from its parts to events, metrics and lines on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from training.checkpoint import NonFiniteWeights
+from training.device import max_memory_gib, peak_flops
+from training.faults import RunFailed, out_of_memory_message
+from training.flops import flops_per_token, matmul_weights
+from training.logging import human_count, human_time, progress_line
+from training.loop import Pace, StepResult, read_window
+from training.optim import group_table
+
+if TYPE_CHECKING:
+    from training.config import Config
+    from training.job import Job
+    from training.run import Run
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done after a step."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+
+
+def due(config: Config, step: int, steps: int) -> Due:
+    """Evaluation and checkpoints bring a log line with them: a validation belongs to a line of
+    metrics, and no checkpoint may be newer than the record of the steps that were skipped before
+    it."""
+
+    def every(interval: int | None) -> bool:
+        return interval is not None and step % interval == 0
+
+    last = step == steps
+    evaluate = config.eval.every_steps is not None and (last or every(config.eval.every_steps))
+    save = last or every(config.checkpoint.every_steps)
+    log = step == 1 or evaluate or save or every(config.log.every_steps)
+    return Due(log, evaluate, save)
+
+
+# --- the start ----------------------------------------------------------------------------------
+
+
+def wandb_settings(config: Config, run: Run) -> dict[str, Any] | None:
+    """Arguments of `wandb.init`; every attempt is a run of its own in the group of the run
+    folder."""
+    if config.log.wandb == "off":
+        return None
+    return {
+        "mode": config.log.wandb,
+        "project": config.log.wandb_project,
+        "dir": str(run.folder),
+        "group": run.folder.name,
+        "name": f"{run.folder.name}-{run.attempt}",
+        "config": config.to_dict(),
+    }
+
+
+def start(job: Job) -> None:
+    """Where the run stands, what the model is, and which parameters learn how."""
+    config, log, plan, run = job.config, job.log, job.plan, job.run
+    for sentence in run.passed_over:
+        log.event("checkpoint_passed_over", f"checkpoint {sentence}")
+    if run.changed:
+        log.event("settings_changed", f"settings changed since then: {'; '.join(run.changed)}")
+    for line in job.data.describe():
+        log.say(f"data: {line}")
+    active, total = matmul_weights(job.model.config)
+    processes = f"{plan.world_size} x {plan.device}" if plan.world_size > 1 else plan.device
+    log.say(
+        f"model: {human_count(total)} weights in matrix products, {human_count(active)} for each "
+        f"token; {plan.dtype} on {processes}{', compiled' if plan.compile else ''}"
+    )
+    if job.model.config.moe_layers and config.router.balance_coef:
+        scope = {"micro": "each process's micro-batch", "global": "the whole step"}
+        log.say(
+            f"balance loss: weight {config.router.balance_coef:g}, loads compared over "
+            f"{scope[config.router.balance_scope]}"
+        )
+    placement = f"replicated x{plan.world_size}" if plan.world_size > 1 else str(job.device)
+    log.table("parameters", group_table(job.optimizer.groups, config.optim.lr, placement))
+    step = job.progress.step
+    text = f"attempt {run.attempt}: "
+    text += f"going on from {run.checkpoint}" if run.checkpoint else "starting"
+    log.event(
+        "start",
+        f"{text}; {job.steps} steps of {human_count(plan.tokens_per_step)} tokens in {run.folder}",
+        style="bold",
+        step=step,
+        steps=job.steps,
+        world_size=plan.world_size,
+        checkpoint=str(run.checkpoint) if run.checkpoint else None,
+    )
+
+
+# --- steps --------------------------------------------------------------------------------------
+
+
+def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any]:
+    """Metrics of the last step, with the window's speed; tells of skipped steps and prints the
+    line.
+
+    Raises:
+        RunFailed: a step was not finite and `optim.on_nonfinite` is stop.
+    """
+    if not results:
+        return {"step": job.progress.step}
+    metrics, skipped = read_window(results, job.world, job.optimizer.guard.skipped)
+    seconds, expected = pace.lap(len(results))
+    speed = sum(result.tokens for result in results) / seconds
+    lr, router_lr = job.optimizer.lrs(results[-1].lr)
+    peak = peak_flops(job.device)
+    flops = flops_per_token(job.model.config, job.config.data.seq_len)
+    metrics |= {
+        "lr": lr,
+        "router_lr": router_lr,
+        "tokens": job.progress.tokens,
+        "tokens_per_second": speed,
+        "mfu": speed * flops / (peak * job.world.size) if peak else None,
+        "time_left_s": expected * (job.steps - job.progress.step),
+        "max_memory_gib": max_memory_gib(job.device),
+    }
+    if job.model.config.moe_layers:
+        metrics["top_k"] = job.model.config.num_experts_per_tok
+    for bad in skipped:
+        job.log.event(
+            "step_skipped",
+            f"step {bad.step} was skipped ({bad.reason}): loss {bad.loss:.4g}, gradient norm "
+            f"{bad.grad_norm:.4g}; weights and router are as before it",
+            step=bad.step,
+            reason=bad.reason,
+            loss=bad.loss,
+            grad_norm=bad.grad_norm,
+            lr=bad.lr,
+            sources=job.data.source_names,
+            rows=bad.rows,
+        )
+    job.log.say(progress_line(metrics, job.steps))
+    if skipped and skipped[0].reason == "not finite" and job.config.optim.on_nonfinite == "stop":
+        job.log.metrics(metrics)
+        raise RunFailed(
+            f"loss or gradients of step {skipped[0].step} are not finite and "
+            f"optim.on_nonfinite=stop; the batch's rows are in {job.run.folder / 'events.jsonl'}"
+        )
+    return metrics
+
+
+def empty_step(job: Job) -> None:
+    """A step without any target on any process."""
+    step = job.progress.step
+    job.log.event("step_empty", f"step {step} has no targets at all and is left out", step=step)
+
+
+def evaluated(job: Job, metrics: dict[str, float], sample: str | None) -> None:
+    """The validation's numbers and the sample."""
+    if "val_loss" in metrics:
+        job.log.say(
+            f"validation at step {job.progress.step}: loss {metrics['val_loss']:.4f}, perplexity "
+            f"{metrics['val_perplexity']:.4g}",
+            "cyan",
+        )
+    if sample is not None:
+        job.log.event("sample", step=job.progress.step, sample=sample)
+        job.log.say(f"sample: {job.config.eval.sample_prompt}{sample}", "dim")
+    if job.config.log.plots:
+        plots(job)
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def saves(job: Job, final: bool = False) -> None:
+    """Tell of saves that have ended. One that failed is told and the run goes on, but for the last.
+
+    Raises:
+        RunFailed: weights are not finite, or the last save of the run failed.
+    """
+    for saved in job.saver.poll():
+        if saved.error is None:
+            job.log.event("checkpoint", step=saved.step, folder=saved.folder, seconds=saved.seconds)
+            size = human_count(saved.bytes)
+            job.log.say(f"saved {saved.folder} ({size}B in {human_time(saved.seconds)})", "dim")
+            continue
+        job.log.event("checkpoint_failed", str(saved.error), style="bold red", step=saved.step)
+        if isinstance(saved.error, NonFiniteWeights):
+            raise RunFailed(f"{saved.error}. The same command goes on from the last one")
+        if final and saved.step == job.progress.step:
+            raise RunFailed(f"the last checkpoint could not be saved: {saved.error}")
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def plots(job: Job) -> None:
+    """plots/*.png from metrics.jsonl; a failure to draw is told and no more."""
+    if not job.log.active:
+        return
+    try:
+        from training.plots import draw
+
+        draw(job.run.folder)
+    except Exception as error:  # drawing is never worth a run
+        job.log.warn(f"no plots: {type(error).__name__}: {error}")
+
+
+def end(job: Job, stopped: bool) -> None:
+    """Why the run ended, and where everything lies."""
+    folder, step = job.run.folder, job.progress.step
+    if job.config.log.plots:
+        plots(job)
+    if stopped:
+        text = f"stopped on request after step {step}; the same command goes on from there"
+    else:
+        text = f"done: {step} steps, {human_count(job.progress.tokens)} tokens"
+    job.log.event("stopped" if stopped else "done", text, style="bold green", step=step)
+    job.log.say(f"  checkpoint  {folder / 'checkpoints' / 'latest'}")
+    job.log.say(f"  metrics     {folder / 'metrics.jsonl'}, events.jsonl, config.yaml")
+    if job.config.log.plots:
+        job.log.say(f"  plots       {folder / 'plots'}")
+    if not stopped:
+        latest = folder / "checkpoints" / "latest"
+        job.log.say(f"  next        python scripts/export_hf.py {latest} OUT_FOLDER")
+
+
+def out_of_memory(job: Job, error: BaseException) -> RunFailed:
+    """An error that says how routing was spread and what to lower."""
+    train = job.config.train
+    settings: list[tuple[str, object]] = [("train.micro_batch_size", train.micro_batch_size)]
+    if train.checkpointing != "full":
+        settings.append(("train.checkpointing=full", train.checkpointing))
+    if job.config.model.save == "h":
+        settings.append(("model.save=x", "h"))
+    settings.append(("data.seq_len", job.config.data.seq_len))
+    message = out_of_memory_message(
+        error,
+        rank=job.world.rank,
+        step=job.progress.step,
+        counts_LE=job.last_counts.counts_LE,
+        settings=settings,
+    )
+    return RunFailed(message)
