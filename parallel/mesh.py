@@ -73,7 +73,7 @@ class MeshPlan:
         return {
             "shard": (node,),
             "replica": (local,),
-            "expert": (shard,),
+            "expert": (block, shard),
             "expert_shard": (block, expert, place),
             "expert_replica": (expert, shard),
         }[group]
