@@ -66,15 +66,15 @@ class MeshPlan:
         node, local = divmod(rank, self.local)
         if self.placement == "across_nodes":
             block, expert = divmod(node, self.expert)
-            shard, place = local, 0
+            shard = local
         else:
             block, shard = node, local // self.expert
-            expert, place = local % self.expert, node
+            expert = local % self.expert
         return {
             "shard": (node,),
             "replica": (local,),
             "expert": (block, shard),
-            "expert_shard": (block, expert, place),
+            "expert_shard": (node, expert),
             "expert_replica": (expert, shard),
         }[group]
 
