@@ -106,7 +106,7 @@ def _forward(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     wide = torch.promote_types(dtype, torch.float32)
-    loss = torch.zeros((), dtype=wide, device=x_TD.device)
+    losses_T = torch.empty(x_TD.shape[0], dtype=wide, device=x_TD.device)
     grad_x_TD = torch.empty_like(x_TD) if need_x else None
     grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_weight else None
     cast_VD = weight_VD.to(dtype)
@@ -118,7 +118,7 @@ def _forward(
         logits_PV = _matmul(x_PD, cast_VD.t(), wide)
         lse_P1 = logits_PV.logsumexp(-1, keepdim=True)
         losses_P = (lse_P1 - logits_PV.gather(1, target_P1))[:, 0]
-        loss += losses_P.masked_fill(~valid_P, 0.0).sum()
+        losses_T[piece] = losses_P.masked_fill(~valid_P, 0.0)
         if not (need_x or need_weight):
             continue
         # softmax - onehot, in place of the logits
@@ -129,7 +129,7 @@ def _forward(
             grad_x_TD[piece] = grad_PV @ cast_VD
         if grad_weight_VD is not None:
             grad_weight_VD += _matmul(grad_PV.t(), x_PD, wide)
-    return loss, grad_x_TD, grad_weight_VD
+    return losses_T.sum(), grad_x_TD, grad_weight_VD
 
 
 def _matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

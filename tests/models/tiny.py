@@ -105,7 +105,7 @@ def randomise_buffers_and_norms(model: torch.nn.Module, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
-        if name.endswith("norm.weight") or name.endswith("bias"):
+        if name.endswith(("norm.weight", "bias")):
             noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 0.5
             tensor.data.add_((0.5 * noise).to(tensor.dtype))
 
@@ -127,8 +127,8 @@ def transformers_model(config: ModelConfig, **options: Any) -> torch.nn.Module:
 def transformers_in_float64() -> Iterator[None]:
     """Inside, transformers computes norms and routers of fp64 models in fp64 too, not in fp32.
 
-    Its own code runs: the functions that say `torch.float32`, `torch.float` or `.float()` are given a
-    `torch` in which these mean float64, and Mixtral's `.float()` a Tensor method that does.
+    Its own code runs: the functions that say `torch.float32`, `torch.float` or `.float()` are given
+    a `torch` in which these mean float64, and Mixtral's `.float()` a Tensor method that does.
     """
     from transformers.models.glm4_moe import modeling_glm4_moe
     from transformers.models.mixtral import modeling_mixtral

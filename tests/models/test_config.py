@@ -1,0 +1,199 @@
+"""The model config: transformers' defaults, both spellings of config.json, refusals by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from models import ModelConfig
+from models.config import FAMILY_DEFAULTS
+from tests.models.tiny import CASES, FAMILIES, tiny_config
+
+MINIMAL = {family: {"model_type": family} for family in FAMILIES}
+# transformers' default for GLM divides 4096 by 96 heads; its public models say 128.
+MINIMAL["glm4_moe"]["head_dim"] = 128
+
+
+def refused(match: str, /, **fields: Any) -> None:
+    with pytest.raises(ValidationError, match=match):
+        ModelConfig(**fields)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_keys_take_transformers_defaults(family: str) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(**MINIMAL[family]).to_dict()
+    ours = ModelConfig.from_hf(MINIMAL[family])
+    spelled = {"num_experts": ("num_experts", "num_local_experts", "n_routed_experts")}
+    rope = theirs["rope_parameters"]
+    assert ours.rope_theta == rope["rope_theta"]
+    if family == "glm4_moe":
+        assert ours.partial_rotary_factor == rope["partial_rotary_factor"]
+    compared = 0
+    for key in FAMILY_DEFAULTS[family]:
+        names = [name for name in spelled.get(key, (key,)) if name in theirs]
+        if names and theirs[names[0]] is not None:
+            assert getattr(ours, key) == theirs[names[0]], key
+            compared += 1
+    assert compared >= 15
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("qwen3_moe", False), ("olmoe", False), ("mixtral", True), ("glm4_moe", True)],
+)
+def test_missing_norm_topk_prob_is_the_familys_own(family: str, expected: bool) -> None:
+    assert ModelConfig.from_hf(MINIMAL[family]).norm_topk_prob is expected
+    norm = ModelConfig.from_hf(MINIMAL[family]).moe_config(5).norm
+    assert norm == ("topk_sum" if expected else "none")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_json_holds_everything(case: str) -> None:
+    config = tiny_config(case, bos_token_id=1, pad_token_id=0)
+    written = json.loads(json.dumps(config.to_hf("bfloat16")))
+    assert ModelConfig.from_hf(written) == config
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    # each style alone is enough, so each is complete
+    old = {key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")}
+    new = {
+        key: value
+        for key, value in written.items()
+        if key not in ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype")
+    }
+    if config.family == "qwen3_moe":
+        del old["num_local_experts"], new["num_experts"]
+    assert ModelConfig.from_hf(old) == config
+    assert ModelConfig.from_hf(new) == config
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_config_survives(case: str) -> None:
+    """What transformers makes of our config.json means the same to us."""
+    from transformers import AutoConfig
+
+    config = tiny_config(case, bos_token_id=1, pad_token_id=0)
+    values = config.to_hf()
+    theirs = AutoConfig.for_model(values.pop("model_type"), **values)
+    assert ModelConfig.from_hf(json.loads(theirs.to_json_string(use_diff=False))) == config
+    assert ModelConfig.from_hf(json.loads(theirs.to_json_string())) == config
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dump_loads_again(case: str) -> None:
+    config = tiny_config(case)
+    assert ModelConfig(**config.model_dump()) == config
+    assert ModelConfig(**json.loads(config.model_dump_json())) == config
+
+
+def test_from_hf_reads_files_and_folders(tmp_path) -> None:
+    config = tiny_config("glm4_moe")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_hf()))
+    assert ModelConfig.from_hf(path) == ModelConfig.from_hf(str(tmp_path)) == config
+    with pytest.raises(ValueError, match="there is no file"):
+        ModelConfig.from_hf(tmp_path / "nowhere")
+    path.write_text("{broken")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        ModelConfig.from_hf(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "match"),
+    [
+        ("qwen3_moe", {"model_type": "llama"}, "model_type='llama'.*allowed: qwen3_moe, olmoe"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("qwen3_moe", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("olmoe", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise"),
+        ("qwen3_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act='gelu'.*allowed: silu"),
+        ("qwen3_moe", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn'.*linear"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "'llama3'"),
+        ("qwen3_moe", {"rope_scaling": {"type": "linear"}}, "factor=None"),
+        (
+            "qwen3_moe",
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
+            "contradicts itself.*10000.*1000000",
+        ),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 16}, "contradicts itself"),
+        ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("qwen3_moe", {"new_feature": 1}, "not understood: new_feature"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
+        ("olmoe", {"tie_word_embeddings": True}, "tie_word_embeddings=True.*vLLM"),
+        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings=True.*vLLM"),
+        ("mixtral", {"norm_topk_prob": False}, "always renormalises"),
+        ("glm4_moe", {"eos_token_id": [1, 10**6]}, "eos_token_id=1000000.*vocab_size=151552"),
+    ],
+)
+def test_unsupported_features_are_refused_by_name(family: str, change: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ModelConfig.from_hf(MINIMAL[family] | change)
+
+
+def test_features_that_change_nothing_are_accepted() -> None:
+    plain = ModelConfig.from_hf(MINIMAL["qwen3_moe"])
+    more = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 3}
+    more |= {"rope_scaling": None, "rope_parameters": None, "transformers_version": "9"}
+    assert ModelConfig.from_hf(MINIMAL["qwen3_moe"] | more) == plain
+    odd = MINIMAL["qwen3_moe"] | {"new_feature": 1}
+    assert ModelConfig.from_hf(odd, ignore_keys=("new_feature",)) == plain
+    wide = {"sliding_window": 131072}
+    assert ModelConfig.from_hf(MINIMAL["mixtral"] | wide) == ModelConfig.from_hf(MINIMAL["mixtral"])
+
+
+def test_impossible_values_are_refused_by_name() -> None:
+    refused("family", family="gpt2")
+    refused("num_attention_heads=4", family="qwen3_moe", num_attention_heads=4,
+            num_key_value_heads=3)  # fmt: skip
+    refused("num_experts_per_tok=9", family="mixtral", num_experts_per_tok=9)
+    refused("no field of the family olmoe", family="olmoe", n_group=1)
+    refused("no field of the family mixtral", family="mixtral", moe_intermediate_size=8)
+    refused("Extra inputs", family="olmoe", num_expert=8)
+    refused("hidden_size", family="olmoe", hidden_size="2048")
+    refused("gate 1 and gives the router no gradient", family="mixtral", num_experts_per_tok=1)
+    refused("give head_dim", family="qwen3_moe", hidden_size=100)
+    refused("rotate 15", family="qwen3_moe", head_dim=15)
+    refused("olmoe needs hidden_size", family="olmoe", head_dim=64)
+    refused("mlp_only_layers names layer 24", family="qwen3_moe", mlp_only_layers=[24])
+    glm = {"family": "glm4_moe", "head_dim": 128}
+    refused("n_group=3 must divide", **glm, n_group=3)
+    refused("topk_group=3 must not exceed", **glm, n_group=2, topk_group=3)
+    refused("needs at least 2", **glm, n_group=128, topk_group=128)
+    refused("fewer than num_experts_per_tok=8", **glm, n_group=32, topk_group=1)
+    refused("first_k_dense_replace=47", **glm, first_k_dense_replace=47)
+    with pytest.raises(ValidationError):
+        tiny_config().hidden_size = 3  # frozen
+
+
+def test_token_ids_of_public_tokenizers_are_no_defaults_of_new_models() -> None:
+    assert ModelConfig.from_hf(MINIMAL["olmoe"]).eos_token_id == 50279
+    assert ModelConfig(family="olmoe").eos_token_id is None
+    assert ModelConfig.from_hf(MINIMAL["mixtral"]).eos_token_ids == (2,)
+    assert tiny_config(eos_token_id=[2, 5]).eos_token_ids == (2, 5)
+
+
+def test_which_layers_hold_experts() -> None:
+    assert tiny_config("qwen3_moe", num_hidden_layers=4).moe_layers == [0, 2, 3]
+    sparse = tiny_config("qwen3_moe_sparse_step", num_hidden_layers=6, mlp_only_layers=[3])
+    assert sparse.moe_layers == [1, 5]
+    assert tiny_config("glm4_moe", first_k_dense_replace=2).moe_layers == [2]
+    assert tiny_config("olmoe").moe_layers == [0, 1, 2]
+    assert tiny_config("glm4_moe").moe_config(0) is None
+
+
+def test_moe_config_of_glm() -> None:
+    moe = tiny_config("glm4_moe").moe_config(1, save="x")
+    assert (moe.score, moe.norm, moe.route_scale, moe.selection_bias) == (
+        "sigmoid", "topk_sum", 1.7, True,
+    )  # fmt: skip
+    assert (moe.groups, moe.groups_kept, moe.group_top, moe.shared_expert_size) == (4, 2, 2, 40)
+    assert (moe.save, moe.init_std, moe.expert_size) == ("x", 0.3, 20)
