@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training.config_load import fail
 from training.logging import human_count, human_time
 from training.plots import figures
-from training.record import Finding, Record, findings, read_run
+from training.record import Finding, Record, findings, read_run, unigram_entropy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,14 +90,6 @@ def cards(record: Record, unigram: float | None) -> list[tuple[str, str]]:
     if len(times) > 1:
         out.append((human_time(times[-1] - times[0]), "first to last log line"))
     return out
-
-
-def unigram_entropy(record: Record) -> float | None:
-    """Nats per token of the training text, from the event that the run's start wrote."""
-    for event in reversed(record.events):
-        if isinstance(event.get("unigram_entropy"), (int, float)):
-            return float(event["unigram_entropy"])
-    return None
 
 
 def _finding(finding: Finding) -> str:

@@ -1,68 +1,171 @@
-"""Pictures of a run from its metrics.jsonl: plots/loss.png and plots/router.png."""
+"""Pictures of a run, drawn from its folder: for plots/*.png while it trains and for the report.
+
+`figures` yields each picture that the logged metrics allow, `draw` writes them as files.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from training.logging import read_metrics
+from training.record import Record, Series, read_run, unigram_entropy
 
-# One panel per picture row: title, metrics drawn in it.
-PICTURES: dict[str, Sequence[tuple[str, Sequence[str]]]] = {
-    "loss": (
-        ("loss", ("loss", "val_loss")),
-        ("gradient norm", ("grad_norm",)),
-        ("learning rate", ("lr", "router_lr")),
-    ),
-    "router": (
-        ("imbalance: max load / mean load - 1", ("max_violation",)),
-        ("balance loss (1 = balanced)", ("balance_loss",)),
-        ("router entropy (nats)", ("router_entropy",)),
-    ),
-}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POINTS = 600
+"""Points of a curve; longer ones are thinned, keeping the extremes of each stretch."""
+
+BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d97a1a", "#8a8f98", "#b3261e"
 
 
-def draw(folder: Path) -> list[Path]:
-    """Draw what there is to draw; the files written."""
-    import matplotlib
+def thin(series: Series, points: int = POINTS) -> Series:
+    """At most about `points` points, with the lowest and the highest value of every stretch."""
+    if len(series) <= points:
+        return series
+    kept: set[int] = {0, len(series) - 1}
+    width = math.ceil(2 * len(series) / points)
+    for start in range(0, len(series), width):
+        stretch = range(start, min(start + width, len(series)))
+        kept.add(min(stretch, key=lambda i: series.values[i]))
+        kept.add(max(stretch, key=lambda i: series.values[i]))
+    order = sorted(kept)
+    return Series([series.steps[i] for i in order], [series.values[i] for i in order])
 
-    matplotlib.use("Agg")  # no screen needed
-    import matplotlib.pyplot as plt
 
-    lines = read_metrics(folder)
+def _draw(axes: Axes, series: Series, **style: object) -> None:
+    series = thin(series)
+    axes.plot(series.steps, series.values, **({"linewidth": 1.2} | style))
+
+
+def _figure(title: str, unit: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    figure = Figure(figsize=(5.6, 3.0), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def figures(
+    record: Record, unigram_entropy: float | None = None
+) -> Iterator[tuple[str, str, Figure]]:
+    """Name, a sentence on how to read it, and the picture, for each that the metrics allow.
+
+    Args:
+        unigram_entropy: nats per token of the training text, drawn beside the loss: what a model
+            reaches that knows only how often each token occurs.
+    """
+    loss, val = record.series("loss"), record.series("val_loss")
+    if loss.steps:
+        figure, axes = _figure("loss", "nats per token")
+        _draw(axes, loss, color=BLUE, label="training")
+        if val.steps:
+            axes.plot(val.steps, val.values, "o-", color=ORANGE, markersize=3, label="validation")
+        if unigram_entropy is not None:
+            axes.axhline(unigram_entropy, color=GREY, linestyle="--", label="unigram entropy")
+        axes.legend(fontsize=8, frameon=False)
+        yield "loss", "Both fall; validation rising while training falls is overfitting.", figure
+
+    simple = (
+        ("lr", "learning rate", "", "Warm-up, course and decay of the peak rate."),
+        (
+            "grad_norm",
+            "gradient norm",
+            "before clipping",
+            "Steady after warm-up; peaks go with jumps of the loss.",
+        ),
+        ("tokens_per_second", "speed", "tokens per second", "Steady; dips are waits for data."),
+        (
+            "mfu",
+            "model FLOPs utilisation",
+            "part of peak",
+            "Useful arithmetic per peak arithmetic.",
+        ),
+        (
+            "balance_loss",
+            "load-balance loss",
+            "1 = balanced",
+            "Near 1 when all experts get the same load; their number when one gets all.",
+        ),
+        (
+            "max_violation",
+            "fullest expert",
+            "load / mean - 1",
+            "0 = balanced; 1 = the fullest expert of the worst layer has twice the mean.",
+        ),
+        ("dead_experts", "dead experts", "experts", "Below a tenth of the mean load, all layers."),
+        (
+            "router_entropy",
+            "entropy of gates",
+            "nats",
+            "ln K: the K experts count alike; 0: one of them does everything.",
+        ),
+    )
+    for name, title, unit, text in simple:
+        series = record.series(name)
+        if name == "tokens_per_second" and len(series) > 2:
+            series = Series(series.steps[1:], series.values[1:])  # the first holds compilation
+        if series.steps:
+            figure, axes = _figure(title, unit)
+            _draw(axes, series, color=RED if name == "dead_experts" else BLUE)
+            if name in ("tokens_per_second", "dead_experts", "max_violation"):
+                axes.set_ylim(bottom=0)
+            if name == "grad_norm" and all(v > 0 for v in series.finite):
+                axes.set_yscale("log")
+            yield name, text, figure
+
+    layers = record.layers("max_violation")
+    if layers and any(len(series) > 1 for series in layers.values()):
+        yield "load_by_layer", "Dark rows are layers with a much-used expert.", _heat_map(layers)
+
+
+def _heat_map(layers: dict[int, Series]) -> Figure:
+    import numpy as np
+
+    figure, axes = _figure("fullest expert by MoE layer (load / mean - 1)", "MoE layer")
+    steps = sorted({step for series in layers.values() for step in series.steps})
+    columns = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, 120).astype(int))]
+    place = {step: column for column, step in enumerate(columns)}
+    grid = np.full((len(layers), len(columns)), np.nan)
+    for row, series in enumerate(layers.values()):
+        for step, value in zip(series.steps, series.values):
+            if step in place:
+                grid[row, place[step]] = value
+    image = axes.imshow(
+        grid,
+        aspect="auto",
+        cmap="YlGnBu",
+        vmin=0,
+        interpolation="nearest",
+        extent=(columns[0], columns[-1], len(layers) - 0.5, -0.5),
+    )
+    axes.set_yticks(range(len(layers)), [str(number) for number in layers])
+    if len(layers) > 12:
+        axes.set_yticks(range(0, len(layers), 4), [str(n) for n in list(layers)[::4]])
+    axes.grid(visible=False)
+    figure.colorbar(image, ax=axes).ax.tick_params(labelsize=8)
+    return figure
+
+
+def draw(folder: str | Path) -> list[Path]:
+    """Draw plots/*.png of a run folder, each file whole or not at all; the files written."""
+    folder = Path(folder)
+    (folder / "plots").mkdir(exist_ok=True)
+    record = read_run(folder)
     written = []
-    for name, panels in PICTURES.items():
-        panels = [row for row in panels if any(_series(lines, key)[0] for key in row[1])]
-        if not panels:
-            continue
-        figure, axes = plt.subplots(
-            len(panels), 1, figsize=(8, 2.6 * len(panels)), sharex=True, squeeze=False
-        )
-        for (title, keys), axis in zip(panels, axes[:, 0]):
-            for key in keys:
-                steps, values = _series(lines, key)
-                marker = "o" if len(steps) < 30 else None
-                if steps:
-                    axis.plot(steps, values, label=key, marker=marker, markersize=3)
-            axis.set_title(title, loc="left", fontsize=10)
-            axis.grid(alpha=0.3)
-            axis.legend(fontsize=8)
-        axes[-1, 0].set_xlabel("step")
-        figure.tight_layout()
+    for name, _, figure in figures(record, unigram_entropy(record)):
         target = folder / "plots" / f"{name}.png"
-        target.parent.mkdir(exist_ok=True)
         partial = target.with_suffix(".partial")
-        figure.savefig(partial, dpi=120, format="png")
-        os.replace(partial, target)
-        plt.close(figure)
+        figure.savefig(partial, dpi=110, format="png")
+        partial.replace(target)
         written.append(target)
     return written
-
-
-def _series(lines: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and finite values of a metric (NaN and infinity are text in the file)."""
-    numbers = (int, float)
-    points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), numbers)]
-    return [step for step, _ in points], [value for _, value in points]

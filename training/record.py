@@ -128,6 +128,14 @@ def read_run(folder: str | Path) -> Record:
     )
 
 
+def unigram_entropy(record: Record) -> float | None:
+    """Nats per token of the training text, from the event that the run's start wrote."""
+    for event in reversed(record.events):
+        if isinstance(event.get("unigram_entropy"), (int, float)):
+            return float(event["unigram_entropy"])
+    return None
+
+
 # --- findings -----------------------------------------------------------------------------------
 
 
