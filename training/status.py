@@ -96,6 +96,7 @@ def start(job: Job) -> None:
         steps=job.steps,
         world_size=plan.world_size,
         checkpoint=str(run.checkpoint) if run.checkpoint else None,
+        unigram_entropy=job.data.unigram_entropy() if log.active else None,
     )
 
 
