@@ -109,6 +109,7 @@ class Encoder:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
+                start_new_session=True,  # Ctrl-C is for the parent, which ends this one
             )
             self._local.process = process
             self._processes.append(process)

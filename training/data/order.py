@@ -164,6 +164,7 @@ class Order:
         self.streamed, self.held, self.validation = streamed, held, validation
         self._units_B: list[int] = []
         self._ends_B: list[int] = []
+        self._rows: int | None = None
         self._plans: OrderedDict[int, tuple[list[np.ndarray], np.ndarray]] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], Window] = OrderedDict()
 
@@ -199,9 +200,9 @@ class Order:
 
     def rows(self) -> int | None:
         """Rows of an epoch; None while the store still grows."""
-        if self.store.complete or (self.validation and self.streamed):
-            return self.cut.rows(self.units())
-        return None
+        if self._rows is None and (self.store.complete or (self.validation and self.streamed)):
+            self._rows = self.cut.rows(self.units())
+        return self._rows
 
     def has(self, epoch: int, row: int) -> bool:
         """Whether the blocks known so far contain this row (whole, if more blocks may come)."""

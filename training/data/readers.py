@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from training.data.config import DataError, SourceConfig
+from training.data.hub import quiet_hub
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -323,26 +324,22 @@ class HubReader:
             DataError: no such data set here or on the hub, no such split, or no such column.
         """
         import datasets
-        from huggingface_hub.utils import logging as hub_logging
 
-        verbosity = hub_logging.get_verbosity()
-        hub_logging.set_verbosity_error()  # five lines of "Retrying in …" before the error itself
         try:
-            self._stream = datasets.load_dataset(
-                self.source.hub,
-                self.source.subset,
-                split=self.source.split or "train",
-                data_files=self.source.files,
-                streaming=True,
-            )
+            with quiet_hub():
+                self._stream = datasets.load_dataset(
+                    self.source.hub,
+                    self.source.subset,
+                    split=self.source.split or "train",
+                    data_files=self.source.files,
+                    streaming=True,
+                )
         except Exception as error:  # datasets and its network stack raise many kinds
             raise DataError(
                 f"{self.key}={self.source.hub!r} cannot be opened ({type(error).__name__}: "
                 f"{_line(error)}); is the name right and the hub reachable? Local files go under "
                 "path"
             ) from None
-        finally:
-            hub_logging.set_verbosity(verbosity)
         columns = self._stream.column_names
         if columns is not None and self.text_field not in columns:
             raise DataError(

@@ -16,7 +16,7 @@ from training.data.readers import FileReader, HubReader, find_files
 from training.data.store import TokenStore, is_store
 from training.data.stream import AHEAD_BLOCKS, Feeder
 from training.data.tokenizer import BUNDLED_FOLDER, TRAIN_BYTES, TextTokenizer
-from training.data.writer import make_plan, refuse_bad_lines, write_store
+from training.data.writer import make_plan, refuse_bad_lines, usable_cores, write_store
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,8 @@ def open_source(
             "key": key,
             "tokens": {"eos_token": eos, "bos_token": bos},
             "on_bad_line": config.on_bad_line,
-            "workers": config.tokenize_workers,
+            # Half the cores: training needs some too.
+            "workers": config.tokenize_workers or max(1, usable_cores() // 2),
             "ahead": AHEAD_BLOCKS,
         }
         feeder = Feeder(folder, job, lambda: tokenizer.save(folder / "tokenizer"), timeout_s)

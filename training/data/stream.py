@@ -8,7 +8,9 @@ starts another, which goes on after the last finished block.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from typing import Any
 from training.data.config import DataError, SourceConfig
 from training.data.lock import POLL_S, atomic_file, try_lock
 from training.data.store import TokenStore
+
+logger = logging.getLogger(__name__)
 
 AHEAD_BLOCKS = 64
 """The writer waits when it is so far ahead of training: a corpus may be larger than the disk."""
@@ -49,6 +53,7 @@ class Feeder:
         self._job = {**job, "folder": str(folder)}
         self._child: subprocess.Popen | None = None
         self._wanted = -1
+        self._logged = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._old_error = self._read_error().get("id")
         self.store = self._open()
@@ -71,6 +76,10 @@ class Feeder:
             return ready() or self.store.complete
 
         self._wait(done, lambda: len(self.store.blocks))
+        for block in self.store.blocks[self._logged :]:
+            for example in block.examples:
+                logger.warning("left out: %s", example)
+        self._logged = len(self.store.blocks)
 
     def want(self, block: int) -> None:
         """Tell the writer how far training has come."""
@@ -118,9 +127,11 @@ class Feeder:
                 stdin=subprocess.PIPE,
                 pass_fds=[lock],  # the lock lives as long as the child
                 env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # a signal to the run's group must not end it first
             )
-            self._child.stdin.write(json.dumps(self._job).encode() + b"\n")
-            self._child.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # its exit code is told by the next call
+                self._child.stdin.write(json.dumps(self._job).encode() + b"\n")
+                self._child.stdin.flush()
         finally:
             os.close(lock)
 
@@ -133,8 +144,11 @@ class Feeder:
     def close(self) -> None:
         """End the child, if it is this rank's."""
         if self._child is not None:
-            self._child.stdin.close()
+            # Not by closing the pipe: reader processes forked since then hold copies of it.
+            self._child.terminate()
             self._child.wait()
+            self._child.stdin.close()
+            self._child = None
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a Feeder stays in the process that made it")

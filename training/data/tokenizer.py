@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.data.config import BUNDLED, DataConfig, DataError
 from training.data.encode import encode_texts
+from training.data.hub import quiet_hub
 from training.data.lock import run_once, temporary_name
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent / "bundled"
@@ -144,7 +145,8 @@ def _through_transformers(name: str, eos_token: str | None, bos_token: str | Non
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(name, use_fast=True)
+        with quiet_hub():
+            loaded = AutoTokenizer.from_pretrained(name, use_fast=True)
         with tempfile.TemporaryDirectory() as folder:
             loaded.save_pretrained(folder)
             if not (Path(folder) / "tokenizer.json").is_file():

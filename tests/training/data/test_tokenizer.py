@@ -1,0 +1,202 @@
+"""The tokenizer gives a text's own ids, and is kept so that transformers reads it alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+from tests.training.data.helpers import (
+    BOS,
+    EOS,
+    NUMBERS,
+    PAD,
+    make_data,
+    number_tokenizer,
+    rows_of,
+    write_jsonl,
+    write_tokenizer,
+)
+from training.data import DataConfig, DataError, SourceConfig, load_tokenizer
+from training.data.tokenizer import read_tokenizer, train_tokenizer
+
+SAMPLE = (
+    'Ahab said: "Aye, aye!"\n\n  \tIt\'s 1851; naïve Größe — 東京 😀\r\n'
+    "a document about <|endoftext|> and <s>\n"
+)
+
+
+def bundled_text() -> list[str]:
+    config = DataConfig()
+    from training.data.sources import sample_texts
+
+    return list(sample_texts(config))
+
+
+def test_bundled_tokenizer_is_the_one_trained_on_the_bundled_text() -> None:
+    bundled = read_tokenizer("bundled:moby-dick")
+    assert (bundled.vocab_size, bundled.eos_id, bundled.bos_id, bundled.pad_id) == (4096, 0, 1, 2)
+    assert train_tokenizer(bundled_text(), 4096).hash == bundled.hash
+
+
+def test_bytes_come_back_as_they_were() -> None:
+    tokenizer = read_tokenizer("bundled:moby-dick")
+    assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
+    assert tokenizer.decode([0, *tokenizer.encode("whale"), 0, 2]) == "whale"
+
+
+def test_saved_folder_loads_in_transformers_with_the_same_ids(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = train_tokenizer(bundled_text()[:5], 500)
+    tokenizer.save(tmp_path)
+    # An exported model's folder has a config.json too, by which transformers could choose a class.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    text = SAMPLE.replace("<|endoftext|>", "the end")
+    assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
+    assert theirs.decode(tokenizer.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.bos_token_id, theirs.pad_token_id) == (EOS, BOS, PAD)
+    again = read_tokenizer(tmp_path)
+    assert again.hash == tokenizer.hash
+    assert (again.eos_id, again.bos_id, again.pad_id) == (EOS, BOS, PAD)
+
+
+def test_a_special_token_in_the_text_is_text() -> None:
+    tokenizer = read_tokenizer("bundled:moby-dick")
+    ids = tokenizer.encode("so <|endoftext|> it goes <|pad|>")
+    assert not {0, 1, 2} & set(ids.tolist())
+    assert tokenizer.decode(ids) == "so <|endoftext|> it goes <|pad|>"
+
+
+def test_documents_written_with_begin_and_end_tokens_lose_them() -> None:
+    tokenizer = read_tokenizer("bundled:moby-dick")
+    plain = tokenizer.encode("whale").tolist()
+    assert tokenizer.encode("<|startoftext|>whale<|endoftext|>").tolist() == plain
+    assert tokenizer.encode("<|endoftext|>").tolist() == []
+
+
+def add_post_processor(folder: Path) -> Path:
+    """Let a tokenizer add its own begin and end token, as Llama's and others do."""
+    from tokenizers import Tokenizer
+
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|startoftext|> $A <|endoftext|>",
+        special_tokens=[("<|startoftext|>", BOS), ("<|endoftext|>", EOS)],
+    )
+    tokenizer.save(file)
+    assert Tokenizer.from_file(file).encode("7").ids == [BOS, NUMBERS + 7, EOS]
+    return folder
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_exactly_one_begin_and_end_token(tmp_path: Path, add_bos: bool, own: bool) -> None:
+    """google/tunix#822, jingyaogong/minimind#185, instructlab/training#672."""
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    if own:
+        add_post_processor(folder)
+    texts = ["1 2 3", "<|startoftext|>4<|endoftext|>", "5 6"]
+    data = make_data(tmp_path, texts, seq_len=5, add_bos=add_bos, shuffle=False)
+    # make_data writes the tokenizer again; what matters is the one that was used.
+    if own:
+        add_post_processor(folder)
+        from training.data import build_data
+
+        data = build_data(data.config, read_tokenizer(folder), seed=0)
+    batches = next(data.steps(global_batch_size=4, micro_batch_size=4))
+    rows = [t for row in rows_of(batches)[: data.rows_per_epoch] for t in row]
+    n = NUMBERS
+    expected = [[n + 1, n + 2, n + 3], [n + 4], [n + 5, n + 6]]
+    assert rows == [t for ids in expected for t in [BOS] * add_bos + ids + [EOS]]
+
+
+def test_truncation_and_padding_saved_in_the_file_are_not_obeyed(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    folder = write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    loaded = read_tokenizer(folder)
+    assert len(loaded.encode(" ".join("1" * 20))) == 20
+    assert len(loaded.encode("1")) == 1
+
+
+def test_end_token_is_found_in_the_files_or_given(tmp_path: Path) -> None:
+    named = write_tokenizer(tmp_path / "a", tokenizer_config={"eos_token": {"content": "9"}})
+    assert read_tokenizer(named).eos_id == NUMBERS + 9
+    named = write_tokenizer(tmp_path / "b", special_tokens_map={"eos_token": "8"})
+    assert read_tokenizer(named).eos_id == NUMBERS + 8
+    assert read_tokenizer(named, eos_token="7").eos_id == NUMBERS + 7
+    with pytest.raises(DataError, match="eos_token='nine' is no token"):
+        read_tokenizer(named, eos_token="nine")
+    from tokenizers import Tokenizer, models
+
+    (tmp_path / "c").mkdir()
+    Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "c/tokenizer.json"))
+    with pytest.raises(DataError, match=r"no end-of-document token.*data\.eos_token"):
+        read_tokenizer(tmp_path / "c")
+    # A choice made by the user is kept with the run.
+    read_tokenizer(named, eos_token="7").save(tmp_path / "kept")
+    assert read_tokenizer(tmp_path / "kept").eos_id == NUMBERS + 7
+
+
+def test_hash_tells_tokenizers_apart(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    one = number_tokenizer(tmp_path / "a")
+    assert number_tokenizer(tmp_path / "b").hash == one.hash
+    assert read_tokenizer(write_tokenizer(tmp_path / "c", numbers=20)).hash != one.hash
+    # The same vocabulary, but another way of splitting text.
+    tokenizer = Tokenizer.from_file(str(tmp_path / "b/tokenizer.json"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "b/tokenizer.json"))
+    assert read_tokenizer(tmp_path / "b").hash != one.hash
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    for given, message in [
+        (str(tmp_path / "none.json"), "no such file"),
+        (str(tmp_path / "bad.json"), "no tokenizer.json"),
+        ("bundled:ahab", "bundled are bundled:moby-dick"),
+        ("nobody/no-such-tokenizer", "no file or folder .* hub did not give it"),
+    ]:
+        with pytest.raises(DataError, match=message) as caught:
+            read_tokenizer(given)
+        assert "\n" not in str(caught.value)
+        assert given in str(caught.value)
+
+
+def test_trained_tokenizer_is_kept_with_the_run(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", bundled_text()[:3])
+    config = DataConfig(sources=[SourceConfig(path=str(path))], tokenizer_vocab_size=400)
+    first = load_tokenizer(config, tmp_path / "run/tokenizer")
+    assert first.vocab_size == 400
+    write_jsonl(path, ["the text is another one by now"])
+    assert load_tokenizer(config, tmp_path / "run/tokenizer").hash == first.hash
+    assert load_tokenizer(config, tmp_path / "other/tokenizer").hash != first.hash
+
+
+def test_a_run_keeps_to_its_tokenizer(tmp_path: Path) -> None:
+    config = DataConfig(tokenizer=str(write_tokenizer(tmp_path / "a")))
+    first = load_tokenizer(config, tmp_path / "run/tokenizer")
+    assert load_tokenizer(config, tmp_path / "run/tokenizer").hash == first.hash
+    other = DataConfig(tokenizer=str(write_tokenizer(tmp_path / "b", numbers=20)))
+    with pytest.raises(DataError, match="another tokenizer than this run's"):
+        load_tokenizer(other, tmp_path / "run/tokenizer")
+
+
+def test_no_text_to_train_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("")
+    config = DataConfig(sources=[SourceConfig(path=str(path))])
+    with pytest.raises(DataError, match="no text to train a tokenizer on"):
+        load_tokenizer(config, tmp_path / "tokenizer")
+    assert not (tmp_path / "tokenizer").exists()
