@@ -214,6 +214,13 @@ class MoE(nn.Module):
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
+        y_TD = self.compute(x_TD, routing)
+        sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
+        stats = self._stats(logits_TE, gating, routing, valid_T, sequences)
+        return y_TD.view(x.shape), stats
+
+    def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Routed experts plus shared expert; what expert parallelism replaces."""
         y_TD = experts(
             x_TD,
             self.w1,
@@ -223,11 +230,7 @@ class MoE(nn.Module):
             save=self.config.save,
             backend=self.config.kernels,
         )
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
-        stats = self._stats(logits_TE, gating, routing, valid_T, sequences)
-        return y_TD.view(x.shape), stats
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
 
     def _route(self, logits_TE: Tensor, gating: Gating) -> Routing:
         c = self.config
