@@ -39,7 +39,7 @@ from training.faults import RunFailed, StopRequest
 from training.job import Job
 from training.logging import RunLog
 from training.loop import Pace, StepResult, agree_on_step, train_step
-from training.run import open_run, total_steps
+from training.run import open_run, release, total_steps
 from training.schedule import learning_rate
 
 # ---- before the first step ---------------------------------------------------------------------
@@ -53,12 +53,6 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     seed_all(config.run.seed, world.rank)
 
     run = open_run(config, world)
-    if world.main:
-        write_resolved(config, run.folder / "config.yaml")
-    log = RunLog(
-        run.folder if world.main else None, run.attempt, status.wandb_settings(config, run)
-    )
-
     tokenizer = load_tokenizer(config.data, run.folder / "tokenizer")
     architecture = model_config(config, tokenizer)
     data = build_data(config.data, tokenizer, seed=config.run.seed)
@@ -68,6 +62,11 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     else:
         progress.position = data.state_dict()
     steps = total_steps(config, data.rows_per_epoch)
+
+    if world.main:  # only now: a refused start leaves the files of earlier ones alone
+        write_resolved(config, run.folder / "config.yaml")
+    folder = run.folder if world.main else None
+    log = RunLog(folder, run.attempt, status.wandb_settings(config, run))
 
     model = make_model(config, architecture, plan, device, resumed=run.checkpoint is not None)
     optimizer = make_optimizer(config, model)
@@ -216,7 +215,7 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return faults.DONE
-    world, job = World(rank=int(os.environ.get("RANK", "0"))), None
+    world = World(rank=int(os.environ.get("RANK", "0")))  # until it is known
     try:
         overrides = [word for word in arguments if "=" in word]
         paths = [word for word in arguments if "=" not in word]
@@ -227,13 +226,15 @@ def main(arguments: Sequence[str]) -> int:
         world = start(plan.device, config.parallel.timeout_s)
         job = prepare(config, plan, world)
     except ValueError as error:  # ConfigError, DataError, and what models and layers refuse
+        release()
         return faults.tell(world.rank, error, faults.USER_ERROR)
     except CheckpointError as error:
+        release()
         return faults.tell(world.rank, error, faults.FAILED)
 
-    stop = StopRequest().listen()
     try:
-        code = train(job, stop)
+        with StopRequest() as stop:
+            code = train(job, stop)
         shutdown(world)
         return code
     except torch.OutOfMemoryError as error:
@@ -246,6 +247,7 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         job.saver.wait()
         job.log.close()
+        release()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,7 +36,8 @@ class RunFailed(RuntimeError):
 
 
 class StopRequest:
-    """SIGTERM or SIGINT as a flag: the step is finished and saved, then the run ends with 75.
+    """SIGTERM or SIGINT as a flag, inside a `with` block: the step is finished and saved, then the
+    run ends with 75.
 
     A second signal ends the process at once with 128 + the signal's number, as shells do.
     """
@@ -44,11 +45,16 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: str | None = None
         self._at = 0.0
+        self._before: dict[int, Any] = {}
 
-    def listen(self) -> StopRequest:
+    def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
+            self._before[number] = signal.signal(number, self._handle)
         return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

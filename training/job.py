@@ -51,3 +51,5 @@ class Job:
     """Steps of the whole run."""
     progress: Progress
     last_counts: LastCounts = field(default_factory=LastCounts)
+    plotted_at: float = float("-inf")
+    """When plots were last drawn, in monotonic seconds."""

@@ -226,7 +226,7 @@ class Skipped:
 
 
 def read_window(
-    window: Sequence[StepResult], world: World, skipped_before: Tensor
+    window: Sequence[StepResult], world: World, skipped_total: Tensor
 ) -> tuple[dict[str, Any], list[Skipped]]:
     """The last step's metrics and the window's skipped steps; all processes call it alike.
 
@@ -242,7 +242,7 @@ def read_window(
             torch.stack([result.numbers for result in window]),
             layers,
             model_metrics(layers),
-            skipped_before,
+            skipped_total,
         )
     )
     names = [*TERMS, *Outcome._fields]

@@ -30,19 +30,10 @@ from training.logging import EVENTS, METRICS, read_lines
 if TYPE_CHECKING:
     from training.config import Config
 
-# Settings that must stay, and the exceptions below them.
-FIXED = ("model", "data", "run.seed", "train.global_batch_size")
-FREE = (
-    "model.kernels",
-    "model.save",
-    "model.hf_config",
-    "model.init_from",
-    "data.workers",
-    "data.tokenize_workers",
-    "data.cache_dir",
-    "data.on_bad_line",
-    "data.validation_sources",
-)
+# Settings that must stay, and the exceptions below them. Which text it is, the data's own state
+# knows by content, so files may move.
+FIXED = ("model", "run.seed")
+FREE = ("model.kernels", "model.save", "model.hf_config", "model.init_from")
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,13 @@ def total_steps(config: Config, rows_per_epoch: int | None) -> int:
     return steps
 
 
-_locks: list[int] = []  # held until the process ends, however it ends
+_locks: list[int] = []  # the system frees them too, however the process ends
+
+
+def release() -> None:
+    """Let other processes use the run folder."""
+    while _locks:
+        os.close(_locks.pop())
 
 
 def _take(folder: Path, resume: str) -> str | None:

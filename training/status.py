@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from training.config import Config
     from training.job import Job
     from training.run import Run
+
+
+PLOT_EVERY_S = 60.0
+"""Drawing takes seconds, during which the other processes wait."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ def evaluated(job: Job, metrics: dict[str, float], sample: str | None) -> None:
     if sample is not None:
         job.log.event("sample", step=job.progress.step, sample=sample)
         job.log.say(f"sample: {job.config.eval.sample_prompt}{sample}", "dim")
-    if job.config.log.plots:
+    if job.config.log.plots and time.monotonic() - job.plotted_at > PLOT_EVERY_S:
         plots(job)
 
 
@@ -202,6 +207,7 @@ def plots(job: Job) -> None:
     """plots/*.png from metrics.jsonl; a failure to draw is told and no more."""
     if not job.log.active:
         return
+    job.plotted_at = time.monotonic()
     try:
         from training.plots import draw
 
