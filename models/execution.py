@@ -51,15 +51,15 @@ def compile_blocks(model: Decoder, **options: Any) -> None:
 
     The number of documents in a batch is marked as dynamic, so packing does not recompile.
     """
+    model.compiled = True
     for block in model.layers:
         block.compile(**options)
 
 
-def mark_dynamic(*tensors: Tensor | None) -> None:
+def mark_dynamic(*tensors: Tensor) -> None:
     """Tell the compiler that the first dimension of these changes from step to step."""
     for tensor in tensors:
-        if tensor is not None:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 def run_checkpointed(function: Callable, *arguments: Any) -> Any:

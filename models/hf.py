@@ -112,6 +112,7 @@ def export_hf(
     head = {"head.weight": "embed.weight"} if untie else {}
     _check_sources(config, source, {head.get(entry.source, entry.source) for entry in plan})
 
+    generation = _generation_config(config, generation)
     shapes = _shapes(config)
     sizes = [
         torch.Size(entry.shape(shapes[entry.source])).numel() * _disk_dtype(entry, dtype).itemsize
@@ -135,7 +136,7 @@ def export_hf(
         if tokenizer_dir is not None:
             copy_tokenizer(tokenizer_dir, partial, config)
         files = _write_weights(source, plan, sizes, shards, partial, dtype, head, progress)
-        _write_json(partial / "generation_config.json", _generation_config(config, generation))
+        _write_json(partial / "generation_config.json", generation)
         _write_json(partial / "config.json", config.to_hf(dtype))
         _take_name(partial, folder, stale)
     except BaseException:

@@ -121,4 +121,5 @@ def _layer_entries(config: ModelConfig, layer: int, fused: bool) -> Iterator[Ent
         prefix = f"{moe}experts.{expert}."
         yield Entry(f"{prefix}{gate}.weight", ours + "moe.w1", expert, "gate")
         yield Entry(f"{prefix}{up}.weight", ours + "moe.w1", expert, "up")
-        yield Entry(f"{prefix}{down}.weight", ours + "moe.w2", expert)
+    for expert in range(config.num_experts):  # after all of w1, so that each is read just once
+        yield Entry(f"{moe}experts.{expert}.{down}.weight", ours + "moe.w2", expert)

@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from models.attention import Attention, KVCache
 from models.config import ModelConfig
 from models.documents import Documents
-from models.execution import Checkpointing, run_checkpointed, selective_attention
+from models.execution import (
+    Checkpointing,
+    mark_dynamic,
+    run_checkpointed,
+    selective_attention,
+)
 from models.loss import linear_cross_entropy, loss_backend
 from models.norm import RMSNorm
 from models.rope import Rope, Rotation
@@ -136,7 +141,8 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.head.weight = self.embed.weight
         self.rope = Rope(config)
-        self.checkpointing: Checkpointing = "none"
+        self.checkpointing: Checkpointing = "none"  # set by apply_checkpointing
+        self.compiled = False  # set by compile_blocks
 
     @property
     def loss_backend(self) -> str:
@@ -187,6 +193,8 @@ class Decoder(nn.Module):
                 raise ValueError("documents cannot be packed into rows that have a cache")
             documents.check(rows, length)
             cu_seqlens_N1, lengths_N = documents.cu_seqlens_N1, documents.lengths_N
+            if self.compiled:
+                mark_dynamic(cu_seqlens_N1, lengths_N)
         if positions_BL is None:
             positions_BL = _positions(tokens_BL, documents, cache)
         rotation = self.rope(positions_BL)
