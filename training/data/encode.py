@@ -12,6 +12,7 @@ import sys
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: its modules must not hide top-level ones
 
+import contextlib
 import os
 import pickle
 import struct
@@ -111,10 +112,11 @@ class Encoder:
                 env=environment,
                 start_new_session=True,  # Ctrl-C is for the parent, which ends this one
             )
-            self._local.process = process
             self._processes.append(process)
-            _send(process.stdin, (str(self._file), self._edges))
         try:
+            if getattr(self._local, "process", None) is None:
+                self._local.process = process
+                _send(process.stdin, (str(self._file), self._edges))
             _send(process.stdin, texts)
             return _receive(process.stdout)
         except (EOFError, BrokenPipeError):
@@ -126,12 +128,14 @@ class Encoder:
     def close(self) -> None:
         """End the workers; blocks in flight are dropped."""
         for process in self._processes:
-            process.kill()
+            process.kill()  # unblocks its thread
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for process in self._processes:
-            process.stdin.close()
-            process.stdout.close()
+        for process in self._processes:  # a thread may have started one meanwhile
+            process.kill()
             process.wait()
+            process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):  # what was not yet written to it
+                process.stdin.close()
 
     def __enter__(self) -> Encoder:
         return self

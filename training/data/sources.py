@@ -181,6 +181,7 @@ def open_source(
             "on_bad_line": config.on_bad_line,
             # Half the cores: training needs some too.
             "workers": config.tokenize_workers or max(1, usable_cores() // 2),
+            "block_bytes": plan["block_bytes"],
             "ahead": AHEAD_BLOCKS,
         }
         feeder = Feeder(folder, job, lambda: tokenizer.save(folder / "tokenizer"), timeout_s)

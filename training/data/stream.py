@@ -186,6 +186,7 @@ def _serve() -> None:
             tokenizer,
             on_bad_line=job["on_bad_line"],
             workers=job["workers"],
+            block_bytes=job["block_bytes"],
             may_write=may_write,
         )
     except Exception as error:

@@ -54,14 +54,16 @@ def usable_cores() -> int:
         return os.cpu_count() or 1
 
 
-def make_plan(reader: Reader, tokenizer: TextTokenizer) -> dict[str, Any]:
+def make_plan(
+    reader: Reader, tokenizer: TextTokenizer, block_bytes: int | None = None
+) -> dict[str, Any]:
     """What determines a store's content; its hash names the store in the cache."""
     return {
         "format": FORMAT,
         "version": VERSION,
         "tokenizer": tokenizer.hash,
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        "block_bytes": block_bytes_for(reader.total_bytes),
+        "block_bytes": block_bytes or block_bytes_for(reader.total_bytes),
         "reader": reader.identity(),
     }
 
@@ -102,6 +104,7 @@ def write_store(
     on_bad_line: str,
     workers: int = 0,
     label: str = "",
+    block_bytes: int | None = None,
     may_write: Callable[[int], bool] = lambda block: True,
 ) -> None:
     """Make the store in `folder`, or go on with it. The caller holds its lock.
@@ -110,12 +113,13 @@ def write_store(
         on_bad_line: stop or skip.
         workers: tokenising processes; 0 takes one a core.
         label: name on the progress bar; empty shows none.
+        block_bytes: text of one block; None goes by the size of the input.
         may_write: asked before block N is read; the writer pauses while it says no.
 
     Raises:
         DataError: a bad line under `stop`, a full disk, or a folder with another store's plan.
     """
-    plan = make_plan(reader, tokenizer)
+    plan = make_plan(reader, tokenizer, block_bytes)
     _start(folder, plan, tokenizer)
     done, offset = read_blocks(folder)
     refuse_bad_lines(folder, done, on_bad_line)
