@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Continue a text with a model.
+
+    python scripts/generate.py runs/try --prompt "Call me"
+    python scripts/generate.py out/ --prompt "One" --prompt "Two" --temperature 0
+
+The first argument is a checkpoint, a run folder or a Hugging Face folder. One prompt is printed as
+it comes; several run as one batch and are printed when all have ended. Exit codes: 0 done, 2 a
+mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import yaml
+
+from models.generate import Sampling, generate
+from training.checkpoint import CheckpointError, resolve
+from training.config_load import fail
+from training.data.tokenizer import TextTokenizer, read_tokenizer
+from training.weights import is_hf_folder, load_model, tokenizer_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="checkpoint, run folder or Hugging Face folder")
+    parser.add_argument("--prompt", action="append", help="text to continue; may be repeated")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: greedy; default: %(default)s"
+    )
+    parser.add_argument("--top-k", type=int, help="keep the k most likely tokens")
+    parser.add_argument("--top-p", type=float, help="keep the most likely tokens up to this mass")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws; default: %(default)s")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on the CPU"
+    )
+    parser.add_argument("--tokenizer", help="folder, when the model's has none")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = DTYPES[options.dtype or ("bfloat16" if device == "cuda" else "float32")]
+    try:
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        if options.max_new_tokens < 1:
+            raise ValueError(f"--max-new-tokens={options.max_new_tokens} must be at least 1")
+        folder = options.tokenizer or tokenizer_folder(options.model)
+        if folder is None:
+            raise ValueError(f"{options.model} has no tokenizer; give --tokenizer FOLDER")
+        tokenizer = read_tokenizer(folder)
+        texts = options.prompt or [""]
+        prompts = [encode(tokenizer, text, begins(options.model)) for text in texts]
+        model = load_model(options.model, device=device, dtype=dtype)
+    except (ValueError, CheckpointError) as error:
+        fail(error)
+    ends = model.config.eos_token_ids or (tokenizer.eos_id,)
+    steps = generate(
+        model, prompts, sampling, max_new_tokens=options.max_new_tokens, eos_token_ids=ends
+    )
+    if len(prompts) == 1:
+        print(texts[0], end="", flush=True)
+        for piece in stream(tokenizer, (step[0] for step in steps)):
+            print(piece, end="", flush=True)
+        print()
+        return 0
+    rows = zip(*steps, strict=True)
+    for text, row in zip(texts, rows, strict=True):
+        print(text + tokenizer.decode(token for token in row if token is not None), end="\n\n")
+    return 0
+
+
+def begins(path: str) -> bool:
+    """Whether documents began with a begin token in training; a Hugging Face folder does not
+    say.
+    """
+    if is_hf_folder(path):
+        return False
+    file = resolve(path) / "config.yaml"
+    if not file.is_file():
+        return False
+    config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return bool((config.get("data") or {}).get("add_bos"))
+
+
+def encode(tokenizer: TextTokenizer, text: str, begin: bool) -> list[int]:
+    """Token ids of a prompt. An empty one starts a document: after a begin token, or after the end
+    of the document before."""
+    ids = tokenizer.encode(text).tolist() if text else []
+    if begin and tokenizer.bos_id is not None:
+        return [tokenizer.bos_id, *ids]
+    return ids or [tokenizer.eos_id]
+
+
+def stream(tokenizer: TextTokenizer, tokens):
+    """Pieces of text as tokens come; a character whose bytes are not all there yet waits."""
+    ids: list[int] = []
+    shown = ""
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+    rest = tokenizer.decode(ids)[len(shown) :]
+    if rest:
+        yield rest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Models out of checkpoints, without a run: for export, generation and for starting another run.
+
+A checkpoint holds the model's config.json and the tokenizer, so nothing of the training config is
+needed. Weights are the float32 master weights, whatever dtype the run computed in.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.build import build_model
+from models.config import ModelConfig
+from models.hf import copy_tokenizer, load_hf, load_weights
+from models.transformer import Decoder
+from parallel import World
+from training.checkpoint import CheckpointError, Saver, Snapshot, read_state, read_weights, resolve
+
+
+class CheckpointTensors(Mapping[str, Tensor]):
+    """Parameters and buffers of a checkpoint folder by name, each read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._names = list(read_state(folder)["shapes"])
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return read_weights(self.folder, [name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def is_hf_folder(path: str | Path) -> bool:
+    """Whether a path is a Hugging Face folder; anything else is taken for a checkpoint or run."""
+    return (Path(path) / "config.json").is_file()
+
+
+def config_file(path: str | Path) -> Path:
+    """The config.json of a Hugging Face folder, checkpoint, checkpoints folder or run folder; if
+    there is none, where a Hugging Face folder would have it. A path to a file is itself."""
+    path = Path(path)
+    if path.suffix == ".json":
+        return path
+    places = (path, path / "model", path / "latest/model", path / "checkpoints/latest/model")
+    found = [place / "config.json" for place in places if (place / "config.json").is_file()]
+    return found[0] if found else path / "config.json"
+
+
+@torch.no_grad()
+def load_initial_weights(model: Decoder, path: str | Path) -> None:
+    """Fill the model's parameters and router buffers from a Hugging Face folder or a checkpoint.
+
+    Raises:
+        ValueError: tensors that are missing, unknown or of another shape, all named.
+        CheckpointError: no complete checkpoint there.
+    """
+    if is_hf_folder(path):
+        load_weights(model, path)
+        return
+    tensors = CheckpointTensors(resolve(path))
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing, unknown = sorted(set(targets) - set(tensors)), sorted(set(tensors) - set(targets))
+    if missing or unknown:
+        raise ValueError(f"{path} does not fit the model: missing {missing}, unknown {unknown}")
+    for name, target in targets.items():
+        value = tensors[name]
+        if value.shape != target.shape:
+            raise ValueError(
+                f"{path}: {name} is {list(value.shape)}, the model has {list(target.shape)}"
+            )
+        target.copy_(value)
+
+
+def load_model(path: str | Path, **build: Any) -> Decoder:
+    """The model of a checkpoint, run folder or Hugging Face folder.
+
+    Args:
+        build: arguments of `build_model`: dtype, device, kernels ...
+    """
+    if is_hf_folder(path):
+        return load_hf(path, **build)
+    folder = resolve(path)
+    model = build_model(ModelConfig.from_hf(folder / "model"), seed=None, **build)
+    load_initial_weights(model, folder)
+    return model
+
+
+def tokenizer_folder(path: str | Path) -> Path | None:
+    """Folder with the tokenizer of a checkpoint, run or Hugging Face folder; None without one."""
+    folder = Path(path) if is_hf_folder(path) else resolve(path) / "tokenizer"
+    return folder if (folder / "tokenizer.json").is_file() else None
+
+
+def save_weights(model: Decoder, root: Path, tokenizer: Path | None = None) -> Path:
+    """Write a model without optimizer state as `root/checkpoints/step_00000000`; its folder.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    named = {"weights": model.named_parameters(), "buffers": model.named_buffers()}
+    tensors, shapes = {}, {}
+    for kind, items in named.items():
+        for name, tensor in items:
+            tensors[f"{kind}/{name}"] = tensor.detach().float().reshape(-1)
+            shapes[name] = list(tensor.shape)
+    with tempfile.TemporaryDirectory() as side:
+        files: dict[str, bytes | Path] = {
+            "model/config.json": json.dumps(model.config.to_hf(), indent=2).encode()
+        }
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, Path(side), model.config)
+            files["tokenizer"] = Path(side)
+        saver = Saver(root / "checkpoints", World(), background=False)
+        state = {"tokens": 0, "shapes": shapes}
+        saver.save(Snapshot(step=0, tensors=tensors, state=state, rng=b"", files=files))
+    saved = saver.poll()[0]
+    if saved.folder is None:
+        raise saved.error or CheckpointError(f"{root} could not be written")
+    return saved.folder
