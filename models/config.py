@@ -324,7 +324,8 @@ class ModelConfig(BaseModel):
     def from_hf(
         cls, source: dict[str, Any] | str | Path, *, ignore_keys: tuple[str, ...] = ()
     ) -> ModelConfig:
-        """Read a Hugging Face config: a dict, a config.json, or a folder that holds one.
+        """Read a Hugging Face config: a dict, a config.json, or a folder that holds one (a Hugging
+        Face folder, a checkpoint, or a run).
 
         Every key must be understood, known to be bookkeeping, or named in `ignore_keys`; a feature
         that this model does not compute is a ValueError that names it.
@@ -342,6 +343,11 @@ class ModelConfig(BaseModel):
         return fields_to_hf(self, dtype)
 
 
+# Where a folder keeps its config.json: a Hugging Face folder, a checkpoint, a checkpoints folder, a
+# run.
+_PLACES = (".", "model", "latest/model", "checkpoints/latest/model")
+
+
 def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
     """The JSON object in `source` (a dict is returned as it is).
 
@@ -351,7 +357,8 @@ def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
         return source
     path = Path(source)
     if path.is_dir():
-        path = path / "config.json"
+        places = [path / place / "config.json" for place in _PLACES]
+        path = next((place for place in places if place.is_file()), places[0])
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:

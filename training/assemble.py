@@ -12,13 +12,13 @@ from torch import Tensor
 
 from models.build import build_model, parameter_kinds
 from models.execution import apply_checkpointing, compile_blocks
-from models.hf import load_weights
 from moe.rounding import RoundingConfig
 from parallel import World
 from training.checkpoint import Snapshot, load_tensors, read_rng, read_state
 from training.config_load import ConfigError
 from training.device import restore_rng, rng_bytes, seed_all
 from training.optim import MasterAdamW, parameter_groups
+from training.weights import load_initial_weights
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -80,7 +80,7 @@ def make_model(
         seed=None if resumed or start else config.run.seed,
     )
     if start and not resumed:
-        load_weights(model, start)
+        load_initial_weights(model, start)
     return model.train()
 
 

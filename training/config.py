@@ -114,7 +114,8 @@ class ModelSection(Section):
     """Path of a Hugging Face config.json (or its folder) to take the fields from; fields given
     beside it win."""
     init_from: str | None = None
-    """Hugging Face folder whose weights are continued from; it also gives all fields."""
+    """Hugging Face folder, checkpoint or run whose weights are continued from, with a new
+    optimizer; it also gives all fields."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Implementation of the expert layers. auto: Triton on CUDA, plain PyTorch elsewhere."""
     save: Literal["h", "x"] = "h"

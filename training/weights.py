@@ -47,17 +47,6 @@ def is_hf_folder(path: str | Path) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def config_file(path: str | Path) -> Path:
-    """The config.json of a Hugging Face folder, checkpoint, checkpoints folder or run folder; if
-    there is none, where a Hugging Face folder would have it. A path to a file is itself."""
-    path = Path(path)
-    if path.suffix == ".json":
-        return path
-    places = (path, path / "model", path / "latest/model", path / "checkpoints/latest/model")
-    found = [place / "config.json" for place in places if (place / "config.json").is_file()]
-    return found[0] if found else path / "config.json"
-
-
 @torch.no_grad()
 def load_initial_weights(model: Decoder, path: str | Path) -> None:
     """Fill the model's parameters and router buffers from a Hugging Face folder or a checkpoint.
