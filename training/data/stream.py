@@ -159,7 +159,8 @@ def _serve() -> None:
     job = json.loads(sys.stdin.buffer.readline())
 
     def leash() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # not through sys.stdin, whose lock would be held at exit
+            pass
         os._exit(0)
 
     threading.Thread(target=leash, daemon=True).start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import zlib
 from collections import deque
@@ -180,6 +181,9 @@ def _start(folder: Path, plan: dict[str, Any], tokenizer: TextTokenizer) -> None
                 f"{folder} holds a token store made otherwise ({', '.join(changed)} differ): "
                 "choose another folder, or remove it"
             )
+        # What a killed writer of this host left half-written; the lock says that there is none now.
+        for leftover in (folder / "blocks").glob(f".*.{socket.gethostname()}.*.tmp"):
+            leftover.unlink(missing_ok=True)
         return
     try:
         (folder / "blocks").mkdir(parents=True, exist_ok=True)
