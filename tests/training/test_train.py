@@ -238,7 +238,7 @@ def test_learning_rates_are_a_function_of_the_step_also_after_stops(run, tmp_pat
 
 
 def test_attempts_stay_apart(run, tmp_path, monkeypatch):
-    """Crash after step 8 with the last checkpoint at 6: steps 7 and 8 are there twice, each named."""
+    """Crash after step 8, last checkpoint at 6: steps 7 and 8 are there twice, each named."""
 
     def crash(*_):
         raise RuntimeError("pulled the plug")
@@ -383,37 +383,34 @@ def test_a_step_without_any_target_is_left_out(run, whole, tmp_path, monkeypatch
     folder = tmp_path / "runs/empty"
     assert [event["step"] for event in events(folder, "step_empty")] == [4]
     assert "step 4 has no targets at all" in capsys.readouterr().out
-    assert by_step(folder, "loss")[3] == by_step(whole, "loss")[3]
-    lines = {line["step"]: line for line in read_lines(folder / "metrics.jsonl")}
+    lines = {line["step"]: line for line in read_metrics(folder)}
+    assert lines[3]["loss"] == by_step(whole, "loss")[3][0]
+    assert lines[12]["loss"] != by_step(whole, "loss")[12][0]
     assert "loss" not in lines[4] and "val_loss" in lines[4], "the validation of step 4 took place"
 
 
 def test_out_of_memory_says_how_routing_is_spread(run, monkeypatch, capsys):
-    forward = Decoder.forward
-
     def one_expert(model, *_):
         for layer in model.layers:
-            layer.moe.router.weight.data.zero_()
-            layer.moe.router.weight.data[0] = 0.0
+            layer.moe.router.weight.data.zero_()  # of equal logits the first expert wins
 
-        def broken(self, *arguments, **keywords):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+    def broken(self, *arguments, **keywords):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
 
-        monkeypatch.setattr(Decoder, "forward", broken)
-
-    before_step(monkeypatch, 3, one_expert)
-    assert run("run.name=memory") == 1
+    before_step(monkeypatch, 2, one_expert)
+    before_step(monkeypatch, 3, lambda *_: monkeypatch.setattr(Decoder, "forward", broken))
+    one = ("model.num_experts_per_tok=1", "model.norm_topk_prob=false")
+    assert run("run.name=memory", *one) == 1
     error = capsys.readouterr().err
-    assert forward is not Decoder.forward
     for part in (
-        "out of memory on process 0 at step 3",
-        "3.00 GiB",
-        "Tokens per expert",
-        "mean 32",
+        "out of memory on process 0 at step 3: CUDA out of memory. Tried to allocate 3.00 GiB.",
+        "Tokens per expert of the last micro-batch: max 64 (MoE layer 0, expert 0), mean 16",
+        "max/mean 4.00; routing is skewed, so a larger router.balance_coef",
+        "train.micro_batch_size (now 2)",
+        "train.checkpointing=full",
+        "data.seq_len",
     ):
-        assert part in error, part
-    for setting in ("train.micro_batch_size (now 2)", "train.checkpointing=full", "data.seq_len"):
-        assert setting in error, setting
+        assert part in error, (part, error)
     assert error.count("\n") == 1
 
 
