@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""What a config needs: parameters, memory of each process, FLOPs, hours; and whether it fits.
+
+    python scripts/estimate.py configs/tessera_1b_a200m.yaml --gpus 1 --gpu-memory 80
+    python scripts/estimate.py configs/olmoe_1b_7b.yaml --gpus 8 --gpu-memory 141 model.save=x
+
+No weights are made and no GPU is needed. Activations come from a replay of one micro-batch through
+the real code (training/memory.py); hours assume a share of the GPU's peak (--mfu), which is a guess
+until a run has shown its own. Exit code 0: it fits, 1: it does not, 2: a mistake in the config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
+
+GIB = 2**30
+# Part of a GPU's memory that the allocator can be expected to use before fragmentation bites.
+USABLE = 0.95
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="config file, for example configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, as for train.py")
+    parser.add_argument("--gpus", type=int, default=1, help="processes, one for each GPU")
+    parser.add_argument("--gpu-memory", type=float, help="GiB of one GPU; nothing: no verdict")
+    parser.add_argument("--gpu", default="H100", help="model, for its peak speed (default H100)")
+    parser.add_argument("--mfu", type=float, default=0.3, help="share of the peak (default 0.3)")
+    options = parser.parse_intermixed_args(arguments)
+    if options.gpus < 1:
+        parser.error(f"--gpus={options.gpus} must be at least 1")
+    if not 0 < options.mfu <= 1:
+        parser.error(f"--mfu={options.mfu} must be above 0 and at most 1")
+    return options
+
+
+def parameter_counts(config: Config) -> dict[str, int]:
+    """Parameters by kind, of the model as it is built (on the meta device)."""
+    from models.build import build_model, parameter_kinds
+
+    model = build_model(config.model.config, device="meta")
+    kinds = parameter_kinds(model)
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        counts[kinds[name]] = counts.get(kinds[name], 0) + parameter.numel()
+    return counts
+
+
+def active_parameters(config: Config, counts: dict[str, int]) -> int:
+    """Parameters that one token meets, the embedding table included, as model cards count."""
+    model = config.model.config
+    experts = counts.get("expert", 0)
+    unused = experts * (model.num_experts - model.num_experts_per_tok) // model.num_experts
+    return sum(counts.values()) - unused
+
+
+def remedies(config: Config, overrides: list[str], path: str) -> Iterator[tuple[str, Config]]:
+    """Changes that need less memory, the cheapest first, each as (what to type, its config)."""
+    train = config.train
+    tried = [
+        ["train.checkpointing=selective"],
+        ["train.checkpointing=selective", "model.save=x"],
+        ["train.checkpointing=full"],
+    ]
+    micro = train.micro_batch_size
+    while micro > 1:
+        micro //= 2
+        if train.global_batch_size % micro == 0:
+            tried.append(["train.checkpointing=full", f"train.micro_batch_size={micro}"])
+    for words in tried:
+        try:
+            changed = load_config(path, [*overrides, *words])
+        except ConfigError:
+            continue
+        if changed != config:
+            yield " ".join(words), changed
+
+
+def show(title: str, rows: list[tuple[str, str, str]]) -> None:
+    print(title)
+    for name, value, remark in rows:
+        print(f"  {name:<26}{value:>12}  {remark}".rstrip())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        # The figures are those of a GPU run, wherever they are computed.
+        plan = make_plan(config, options.gpus, cuda=config.run.device != "cpu")
+    except ConfigError as error:
+        fail(error)
+
+    from training.flops import flops_per_token
+    from training.logging import human_count, human_time
+    from training.memory import process_memory
+
+    counts = parameter_counts(config)
+    total = sum(counts.values())
+    rows = [(kind, human_count(counts[kind]), "") for kind in sorted(counts, key=counts.get)[::-1]]
+    rows += [
+        ("all", human_count(total), f"{total:,}"),
+        ("for one token", human_count(active_parameters(config, counts)), "K experts, embedding"),
+    ]
+    show("parameters", rows)
+
+    memory = process_memory(config, plan)
+    show(
+        f"memory of each process, GiB ({plan.dtype}, micro-batch {config.train.micro_batch_size} x "
+        f"{config.data.seq_len}, checkpointing {config.train.checkpointing})",
+        [
+            ("weights", _gib(memory.weights), ""),
+            ("gradients", _gib(memory.gradients), "float32"),
+            ("master weights", _gib(memory.masters), "float32, where weights are not"),
+            ("AdamW moments", _gib(memory.moments), "float32, two"),
+            ("activations", _gib(memory.activations), "peak of one micro-batch, by replay"),
+            ("context", _gib(memory.context), "CUDA, communication; a fixed guess"),
+            ("all", _gib(memory.total), ""),
+        ],
+    )
+
+    flops = flops_per_token(config.model.config, config.data.seq_len)
+    peak = _peak(options.gpu)
+    speed = options.gpus * peak * options.mfu / flops
+    rows = [
+        ("FLOPs for one token", f"{flops / 1e9:.2f} G", "forward and backward"),
+        (
+            "tokens in a step",
+            human_count(plan.tokens_per_step),
+            f"accumulation {plan.accumulation}",
+        ),
+        ("tokens per second", human_count(speed), _assumption(options, peak)),
+    ]
+    if config.train.steps is not None:
+        tokens = config.train.steps * plan.tokens_per_step
+        rows += [
+            ("tokens in the run", human_count(tokens), f"{config.train.steps:,} steps"),
+            (
+                "time",
+                human_time(tokens / speed),
+                f"{options.gpus * tokens / speed / 3600:,.1f} GPU h",
+            ),
+        ]
+    else:
+        rows.append(("time for 1B tokens", human_time(1e9 / speed), ""))
+    rows += [
+        ("checkpoint on disk", _gib(12 * total), "GiB: float32 weights and moments"),
+        ("Hugging Face folder", _gib(2 * total), "GiB in bfloat16"),
+    ]
+    show("work", rows)
+    return verdict(options, config, plan, memory)
+
+
+def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> int:
+    """Say whether it fits and, if not, what would; the exit code."""
+    from training.memory import process_memory
+
+    if options.gpu_memory is None:
+        print("fits? give --gpu-memory GIB for a verdict")
+        return 0
+    limit = USABLE * options.gpu_memory * GIB
+    of = f"{USABLE:.0%} of {options.gpu_memory:g} GiB"
+    if memory.total <= limit:
+        print(f"fits: {memory.total / GIB:.1f} GiB, within {of}")
+        return 0
+    print(f"does not fit: {memory.total / GIB:.1f} GiB, more than {of}")
+    if memory.states + memory.context > limit:
+        print(
+            f"  weights and optimizer alone take {memory.states / GIB:.1f} GiB, and every process "
+            f"holds all of them: more GPUs do not help, a smaller model does"
+        )
+        return 1
+    for words, changed in remedies(config, options.overrides, options.config):
+        try:
+            changed_plan = make_plan(changed, options.gpus, cuda=plan.device == "cuda")
+        except ConfigError:
+            continue
+        need = process_memory(changed, changed_plan).total
+        if need <= limit:
+            print(f"  fits with {words}: {need / GIB:.1f} GiB")
+            return 1
+    print("  nor with train.checkpointing=full and one row a micro-batch: lower data.seq_len")
+    return 1
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.2f}" if value >= GIB / 2 else f"{value / GIB:.2g}"
+
+
+def _peak(name: str) -> float:
+    from training.device import PEAK_FLOPS
+
+    exact = [peak for part, peak in PEAK_FLOPS if part.lower() == name.lower()]
+    near = [peak for part, peak in PEAK_FLOPS if part.lower() in name.lower()]
+    for peak in exact + near:
+        return peak
+    known = ", ".join(part for part, _ in PEAK_FLOPS)
+    fail(ConfigError(f"--gpu={name!r} is not in the table of peak speeds; known: {known}"))
+
+
+def _assumption(options: argparse.Namespace, peak: float) -> str:
+    return f"assuming {options.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s ({options.gpu}, bfloat16)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

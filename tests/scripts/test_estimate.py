@@ -1,0 +1,194 @@
+"""Parameter counts against public numbers, memory against what the real code allocates."""
+
+import functools
+import gc
+
+import pytest
+import torch
+import yaml
+
+import training.memory
+from models.build import build_model, parameter_kinds
+from models.config import ModelConfig
+from training.config import load_config, make_plan
+from training.memory import Allocations, activation_bytes, process_memory, replay
+from training.optim import MasterAdamW, parameter_groups
+
+SMALL = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=640,
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    max_position_embeddings=256,
+)
+
+
+@pytest.fixture
+def estimate(script):
+    return script("estimate")
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        # Model cards: OLMoE "1.3B active, 6.9B total"; Qwen3-30B-A3B "30.5B, 3.3B activated";
+        # Mixtral "46.7B total parameters but only uses 12.9B parameters per token".
+        ("olmoe_1b_7b", 6.9e9, 1.3e9),
+        ("qwen3_30b_a3b", 30.5e9, 3.3e9),
+        ("mixtral_8x7b", 46.7e9, 12.9e9),
+        ("tessera_1b_a200m", 1.0e9, 0.2e9),
+    ],
+)
+def test_parameters_are_those_of_the_model_cards(estimate, name, total, active):
+    config = load_config(f"configs/{name}.yaml")
+    counts = estimate.parameter_counts(config)
+    digits = 100e6 / 2 if total < 40e9 else 50e6
+    assert sum(counts.values()) == pytest.approx(total, abs=digits)
+    assert estimate.active_parameters(config, counts) == pytest.approx(active, abs=60e6)
+
+
+def write(tmp_path, **train):
+    path = tmp_path / "small.yaml"
+    values = {"model": SMALL.model_dump(exclude_none=True), "data": {"seq_len": 128}}
+    settings = {"steps": 200, "global_batch_size": 8, "micro_batch_size": 4}
+    path.write_text(yaml.safe_dump({**values, "train": settings | train}))
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_are_the_optimizers_buffers(tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    config = load_config(write(tmp_path), [f"train.dtype={dtype}"])
+    memory = process_memory(config, make_plan(config, cuda=False))
+    model = build_model(SMALL, dtype=getattr(torch, dtype))
+    groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
+    optimizer = MasterAdamW(groups)
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+    }
+    weights = sum(storages.values())
+    moments = sum(
+        tensor.nbytes
+        for flat in optimizer.flats
+        for key, tensor in optimizer.adamw.state[flat.master].items()
+        if key != "step"
+    )
+    masters = sum(flat.master.nbytes for flat in optimizer.flats if flat.copy is not None)
+    assert memory.weights == weights
+    assert memory.moments == moments
+    assert memory.masters == masters
+    assert memory.gradients == optimizer.gradient.nbytes - 3 * 4, "without the three loss terms"
+    assert memory.context == 0
+
+
+def saved_bytes(config: ModelConfig, rows: int, seq_len: int, **options) -> int:
+    """What autograd really keeps of one forward pass, on the CPU."""
+    model = build_model(config, kernels="reference", save=options.get("save", "h"))
+    seen: dict[int, tuple[int, torch.Tensor]] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept, so that it stays alone
+        return tensor
+
+    tokens_BL = torch.randint(0, config.vocab_size, (rows, seq_len))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens_BL, labels_BL=tokens_BL)
+    return sum(size for size, _ in seen.values())
+
+
+@functools.cache
+def replayed(layers: int, rows: int = 4, **options) -> int:
+    config = ModelConfig(**{**SMALL.model_dump(), "num_hidden_layers": layers})
+    return replay(config, rows=rows, seq_len=128, dtype=torch.float32, **options)
+
+
+def test_memory_of_a_layer_is_what_autograd_keeps_of_it():
+    def saved(layers):
+        config = ModelConfig(**{**SMALL.model_dump(), "num_hidden_layers": layers})
+        return saved_bytes(config, 4, 128)
+
+    assert replayed(3) - replayed(2) == pytest.approx(saved(3) - saved(2), rel=0.02)
+    assert replayed(2) > saved(2), "the peak holds more than what is kept"
+
+
+def test_replay_of_few_layers_stands_for_the_whole_model(tmp_path):
+    words = ["model.num_hidden_layers=6", "model.mlp_only_layers=[1, 4]"]
+    config = load_config(write(tmp_path), words)
+    plan = make_plan(config, cuda=False)
+    whole = replay(config.model.config, rows=4, seq_len=128, dtype=torch.float32)
+    assert activation_bytes(config, plan) == pytest.approx(whole, rel=0.05)
+
+
+def test_recomputing_and_smaller_batches_need_less():
+    none = replayed(2)
+    selective = replayed(2, checkpointing="selective")
+    full = replayed(2, checkpointing="full")
+    assert none > 1.1 * selective > 1.1 * full
+    assert replayed(2, save="x") < 0.95 * none
+    assert replayed(2, rows=1) < 0.4 * none
+
+
+def test_allocations_counts_storages_while_they_live():
+    with Allocations() as allocations:
+        a = torch.zeros(1000)
+        b = a.view(10, 100)[2:]
+        assert allocations.now == 4000
+        c = a + 1
+        assert (allocations.now, allocations.peak) == (8000, 8000)
+        del a, b
+        gc.collect()
+        assert (allocations.now, allocations.peak) == (4000, 8000)
+        del c
+
+
+def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
+    # The replay is tested above; here a row takes 100 MiB, and a fifth of that when recomputed.
+    def rows(config, plan):
+        share = 1 if config.train.checkpointing == "none" else 0.2
+        return int(config.train.micro_batch_size * share * 100 * 2**20)
+
+    monkeypatch.setattr(training.memory, "activation_bytes", rows)
+    path = str(write(tmp_path))
+    assert estimate.main([path, "--gpu-memory", "8", "--gpus", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "fits: 1.4 GiB, within 95% of 8 GiB" in text, "1 GiB of context, 4 rows"
+    assert "accumulation 1" in text
+    assert estimate.main([path, "--gpu-memory", "0.9", "model.save=x"]) == 1
+    text = capsys.readouterr().out
+    assert "does not fit: 1.0 GiB, more than 95% of 0.9 GiB" in text
+    assert "fits with train.checkpointing=selective: 0.7 GiB" in text
+    assert estimate.main([path, "--gpu-memory", "0.63"]) == 1
+    assert "lower data.seq_len" in capsys.readouterr().out
+    wide = "model.moe_intermediate_size=40_000"
+    assert estimate.main([path, wide, "--gpu-memory", "2"]) == 1
+    assert "weights and optimizer alone take" in capsys.readouterr().out
+    assert estimate.main([path]) == 0
+    assert "give --gpu-memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "3"], "times 3 processes"),
+        (["--gpu", "Z9"], "--gpu='Z9' is not in the table"),
+        (["train.step=3"], "did you mean train.steps?"),
+        (["--mfu", "30"], "--mfu=30.0 must be above 0"),
+    ],
+)
+def test_mistakes_end_with_code_2(tmp_path, estimate, capsys, monkeypatch, words, message):
+    monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    with pytest.raises(SystemExit) as caught:
+        estimate.main([str(write(tmp_path)), *words])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""How much memory a run needs, by replaying its first micro-batch without computing anything.
+
+The model is built from tensors that have shapes and no content (`FakeTensorMode`), one forward and
+backward pass goes through the real code, and every allocation is counted while it lives. So what
+autograd keeps, activation checkpointing and the loss's chunks are those of the code as it is. Only
+small models are replayed: the memory is linear in the number of layers of a kind, so two replays
+give the slope.
+
+Not seen: what kernels allocate inside themselves, memory that the allocator loses to
+fragmentation, and what torch.compile saves by fusing (it makes the true figure smaller).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.build import build_model
+from models.config import ModelConfig
+from models.execution import apply_checkpointing
+from training.optim import ALIGN
+
+if TYPE_CHECKING:
+    from training.config import Config, Plan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that operators return, while those tensors live.
+
+    Views share their storage and are counted once; storages that were there before count nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def ignore(self, tensors: Any) -> None:
+        """Leave these out: they are counted elsewhere."""
+        for tensor in pytree.tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._known.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def replay(
+    model_config: ModelConfig,
+    *,
+    rows: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    save: str = "h",
+    checkpointing: str = "none",
+) -> int:
+    """Bytes of activations and passing gradients at the worst moment of one micro-batch.
+
+    Args:
+        rows, seq_len: of the micro-batch.
+        dtype: of weights and activations.
+        save, checkpointing: as in the config.
+    """
+    model = build_model(model_config, kernels="reference", save=save, dtype=dtype, device="meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _give_shapes_without_content(model)
+        apply_checkpointing(model, checkpointing)
+        for parameter in {id(p): p for p in model.parameters()}.values():
+            # Real gradients are added into the optimizer's buffer as soon as they exist.
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        tokens_BL = torch.zeros(rows, seq_len, dtype=torch.int64)
+        with Allocations() as allocations:
+            allocations.ignore([list(model.parameters()), list(model.buffers()), tokens_BL])
+            out = model(tokens_BL, labels_BL=tokens_BL)
+            out.loss_sum.backward()
+        return allocations.peak
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _give_shapes_without_content(model: nn.Module) -> None:
+    """Replace meta tensors by fake ones on the CPU, tied ones by the same one."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = tensors is module._parameters
+                    made[id(tensor)] = nn.Parameter(fake) if is_parameter else fake
+                tensors[name] = made[id(tensor)]
+
+
+def _with_layers(config: ModelConfig, moe: int, dense: int) -> ModelConfig:
+    """The same model with so many layers of each kind."""
+    change: dict[str, Any] = {"num_hidden_layers": moe + dense}
+    if config.family == "qwen3_moe":
+        change |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(dense))}
+    elif config.family == "glm4_moe":
+        change["first_k_dense_replace"] = dense
+    return ModelConfig(**{**config.model_dump(), **change})
+
+
+def activation_bytes(config: Config, plan: Plan) -> int:
+    """Peak of activations of one micro-batch of a run, by replays of models of few layers."""
+    model = config.model.config
+
+    def peak(moe: int, dense: int) -> int:
+        return replay(
+            _with_layers(model, moe, dense),
+            rows=config.train.micro_batch_size,
+            seq_len=config.data.seq_len,
+            dtype=DTYPES[plan.dtype],
+            save=config.model.save,
+            checkpointing=config.train.checkpointing,
+        )
+
+    moe = len(model.moe_layers)
+    dense = model.num_hidden_layers - moe
+    if not moe:
+        two = peak(0, 2)
+        return two + (dense - 2) * (peak(0, 3) - two)
+    two = peak(2, 0)
+    total = two + (moe - 2) * (peak(3, 0) - two)
+    if dense:
+        total += dense * (peak(2, 1) - two)
+    return max(total, 0)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process, by what they hold."""
+
+    weights: int
+    gradients: int
+    masters: int
+    """float32 copies of weights that are not float32 themselves."""
+    moments: int
+    activations: int
+    context: int
+    """CUDA's own, and communication buffers with several processes."""
+
+    @property
+    def states(self) -> int:
+        """What is there between steps, whatever the micro-batch."""
+        return self.weights + self.gradients + self.masters + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations + self.context
+
+
+CONTEXT = 600 * 2**20
+COMMUNICATION = 400 * 2**20
+
+
+def process_memory(config: Config, plan: Plan) -> Memory:
+    """Memory of one process: training/optim.py's flat buffers, and the replayed activations."""
+    model = build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")
+    sizes = [(p.numel() + ALIGN - 1) // ALIGN * ALIGN for p in model.parameters()]
+    narrow = [
+        size
+        for size, parameter in zip(sizes, model.parameters())
+        if parameter.dtype != torch.float32
+    ]
+    elements = sum(sizes)
+    weights = sum(
+        size * parameter.element_size() for size, parameter in zip(sizes, model.parameters())
+    )
+    context = 0
+    if plan.device == "cuda":
+        context = CONTEXT + (COMMUNICATION if plan.world_size > 1 else 0)
+    return Memory(
+        weights=weights,
+        gradients=4 * elements,
+        masters=4 * sum(narrow),
+        moments=8 * elements,
+        activations=activation_bytes(config, plan),
+        context=context,
+    )
