@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.kernels.router_logits import router_logits
 from moe.kernels.topk_gating import NORMS, SCORES, Gating, topk_gating
 
 if TYPE_CHECKING:
@@ -26,32 +27,6 @@ if TYPE_CHECKING:
 
 # Gates that sum to a constant by construction: with one expert per token the gate is that constant.
 RENORMALISED = ("topk_sum", "softmax_topk")
-
-
-class _RouterLogits(torch.autograd.Function):
-    """x_TD @ weight_ED.T in the weight's dtype, keeping x as it came (bf16) for the backward.
-
-    Autograd's own `x.float() @ W.T` would keep a float32 copy of x, twice the size of the
-    activation that the experts keep anyway.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return x_TD.to(weight_ED.dtype) @ weight_ED.t()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TD, weight_ED = ctx.saved_tensors
-        grad_x = grad_weight = None
-        with torch.autocast(x_TD.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                grad_x = (grad_TE @ weight_ED).to(x_TD.dtype)
-            if ctx.needs_input_grad[1]:
-                grad_weight = grad_TE.t() @ x_TD.to(weight_ED.dtype)
-        return grad_x, grad_weight
 
 
 def gates_at(
@@ -141,7 +116,7 @@ class Router(nn.Module):
                 f"router.weight is {self.weight.dtype}, allowed: float32. Module casts leave it "
                 "alone; a mixed-precision wrapper must be told to leave the router out"
             )
-        return _RouterLogits.apply(x_TD, self.weight)
+        return router_logits(x_TD, self.weight, self.config.kernels)
 
     def choose(self, logits_TE: Tensor, valid_T: Tensor | None = None) -> Gating:
         """Experts, gates and statistics of [T, E] logits; see `moe.kernels.topk_gating`."""

@@ -405,18 +405,18 @@ def test_recomputation_routes_alike_and_counts_once():
 
 # ------------------------------------------------------------------------------ compilation
 
+# fields, and whether some tokens are padding
 COMPILED = {
-    "plain": {},
-    "sigmoid": {"score": "sigmoid", "selection_bias": True, "sequence_stats": True},
-    "rounded": {"rounding": ROUNDING},
-    "not_rounded_for_lack_of_tokens": {"rounding": RoundingConfig()},
+    "plain": ({}, False),
+    "sigmoid": ({"score": "sigmoid", "selection_bias": True, "sequence_stats": True}, True),
+    "rounded": ({"rounding": ROUNDING}, False),
+    "not_rounded_for_lack_of_tokens": ({"rounding": RoundingConfig()}, True),
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("fields", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize(("fields", "masked"), COMPILED.values(), ids=COMPILED)
 @pytest.mark.filterwarnings("ignore:token rounding is off")
-def test_compiles_without_a_graph_break(masked, fields):
+def test_compiles_without_a_graph_break(fields, masked):
     layer = make_layer(torch.float32, shared_expert_size=3, **fields)
     x = torch.randn(2, 8, 6, requires_grad=True)
     valid = torch.rand(2, 8) > 0.3 if masked else None

@@ -154,6 +154,8 @@ def test_packed_statistics_can_be_reduced():
     a = stats_of([2**25 + 1, 3, 0, 0])
     flat_P, unpack = pack(a)
     assert flat_P.dtype == torch.float64
+    even = stats_of([2**24 + 1, 2**24])
+    assert 0 < layer_metrics(even)["max_violation"].item() < 1e-7
     reduced = unpack(flat_P + flat_P)
     assert reduced.counts_E.tolist() == [2**26 + 2, 6, 0, 0]
     assert reduced.counts_E.dtype == torch.int32

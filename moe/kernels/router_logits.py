@@ -1,0 +1,223 @@
+"""Router logits in float32 from bfloat16 activations, at tensor-core speed.
+
+A float32 number is the sum of three bfloat16 numbers of falling size (8 + 8 + 8 bits), products of
+two bfloat16 numbers are exact in float32, and tensor cores add in float32. So x_TD @ w_EDᵀ with x
+in bfloat16 and w in float32 is one bfloat16 product of x with the three parts of w side by side,
+summed. It keeps no float32 copy of x for the backward.
+
+Shape letters: T tokens, D model width, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.kernels._grouped import define_op
+from moe.kernels._triton import pick_backend, tl, triton
+
+# ---------------------------------------------------------------------------------------- reference
+
+
+def router_logits_ref(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """x_TD @ weight_EDᵀ in the weight's dtype; any device."""
+    return _matmul(x_TD.to(weight_ED.dtype), weight_ED.t())
+
+
+def router_logits_bwd_ref(
+    grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_x: bool, need_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x (in its dtype) and of the weight (in its own)."""
+    dx_TD = dw_ED = None
+    if need_x:
+        dx_TD = _matmul(grad_TE, weight_ED).to(x_TD.dtype)
+    if need_weight:
+        dw_ED = _matmul(grad_TE.t(), x_TD.to(weight_ED.dtype))
+    return dx_TD, dw_ED
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the operands' full precision, whatever TF32 and autocast settings say."""
+    precision = torch.get_float32_matmul_precision()
+    if a.is_cuda and precision != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(a.device.type, enabled=False):
+            return a @ b
+    finally:
+        if a.is_cuda and precision != "highest":
+            torch.set_float32_matmul_precision(precision)
+
+
+def split_ref(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three bfloat16 tensors, large to small, whose sum is x to float32's last bit or two."""
+    high = x.to(torch.bfloat16)
+    rest = x - high
+    mid = rest.to(torch.bfloat16)
+    return high, mid, (rest - mid).to(torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit
+def _split_kernel(x_ptr, out_ptr, numel, E, BLOCK: tl.constexpr):
+    """Row t of out: the parts low | mid | high | high of row t of x."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < numel
+    x = tl.load(x_ptr + i, mask=mask, other=0.0)
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    mid = rest.to(tl.bfloat16)
+    low = (rest - mid.to(tl.float32)).to(tl.bfloat16)
+    at = out_ptr + (i // E) * (4 * E) + i % E
+    tl.store(at, low, mask=mask)
+    tl.store(at + E, mid, mask=mask)
+    tl.store(at + 2 * E, high, mask=mask)
+    tl.store(at + 3 * E, high, mask=mask)
+
+
+# ----------------------------------------------------------------------------------------- launcher
+
+
+def _split(x_TE: Tensor) -> Tensor:
+    """bfloat16 [T, 4E]: low | mid | high | high."""
+    T, E = x_TE.shape
+    x_TE = x_TE.contiguous()
+    out = x_TE.new_empty(T, 4 * E, dtype=torch.bfloat16)
+    if x_TE.numel():
+        grid = (triton.cdiv(x_TE.numel(), 1024),)
+        _split_kernel[grid](x_TE, out, x_TE.numel(), E, BLOCK=1024)
+    return out
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """bfloat16 product, added and kept in float32."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # the same numbers where there are no tensor cores
+
+
+def _forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    parts_QD = torch.cat(split_ref(weight_ED))  # Q = 3E
+    return _mm(x_TD, parts_QD.t()).view(x_TD.shape[0], 3, weight_ED.shape[0]).sum(dim=1)
+
+
+def _backward(
+    grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_x: bool, need_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    E = weight_ED.shape[0]
+    parts_TQ = _split(grad_TE)  # Q = 4E
+    dx_TD = dw_ED = None
+    if need_x:
+        # dx is rounded to bfloat16, so products of two small parts are left out
+        high, mid, _ = split_ref(weight_ED)
+        dx_TD = parts_TQ[:, E:] @ torch.cat((high, high, mid))
+    if need_weight:
+        dw_ED = _mm(parts_TQ[:, : 3 * E].t(), x_TD).view(3, *weight_ED.shape).sum(dim=0)
+    return dx_TD, dw_ED
+
+
+def _splits(x_TD: Tensor, weight_ED: Tensor, backend: str) -> bool:
+    """Whether the parts are exact: bfloat16 tokens, float32 weight."""
+    dtypes = (x_TD.dtype, weight_ED.dtype)
+    return backend == "triton" and dtypes == (torch.bfloat16, torch.float32)
+
+
+# ---------------------------------------------------------------------------------------- custom op
+
+
+def _run(x_TD: Tensor, weight_ED: Tensor, backend: str) -> Tensor:
+    with torch.autocast(x_TD.device.type, enabled=False):
+        if _splits(x_TD, weight_ED, backend):
+            return _forward(x_TD, weight_ED)
+        return router_logits_ref(x_TD, weight_ED)
+
+
+def _run_backward(
+    grad_TE: Tensor,
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    need_x: bool,
+    need_weight: bool,
+    backend: str,
+) -> list[Tensor]:
+    """[dx, dw], each without elements where it is not needed."""
+    with torch.autocast(x_TD.device.type, enabled=False):
+        run = _backward if _splits(x_TD, weight_ED, backend) else router_logits_bwd_ref
+        dx_TD, dw_ED = run(grad_TE, x_TD, weight_ED, need_x, need_weight)
+    return [
+        x_TD.new_empty(0) if dx_TD is None else dx_TD,
+        weight_ED.new_empty(0) if dw_ED is None else dw_ED,
+    ]
+
+
+def _fake_backward(grad_TE, x_TD, weight_ED, need_x, need_weight, backend):
+    return [
+        x_TD.new_empty(x_TD.shape if need_x else 0),
+        weight_ED.new_empty(weight_ED.shape if need_weight else 0),
+    ]
+
+
+_op = define_op(
+    "router_logits(Tensor x, Tensor weight, str backend) -> Tensor",
+    _run,
+    lambda x_TD, weight_ED, backend: weight_ED.new_empty(x_TD.shape[0], weight_ED.shape[0]),
+)
+_op_backward = define_op(
+    "router_logits_backward(Tensor grad, Tensor x, Tensor weight, bool need_x, bool need_weight, "
+    "str backend) -> Tensor[]",
+    _run_backward,
+    _fake_backward,
+)
+
+# ----------------------------------------------------------------------------------------- autograd
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, backend: str) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.backend = backend
+        return _op(x_TD, weight_ED, backend)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        if not (need_x or need_weight):
+            return None, None, None
+        dx_TD, dw_ED = _op_backward(grad_TE, x_TD, weight_ED, need_x, need_weight, ctx.backend)
+        return dx_TD if need_x else None, dw_ED if need_weight else None, None
+
+
+# ------------------------------------------------------------------------------------------- public
+
+
+def router_logits(x_TD: Tensor, weight_ED: Tensor, backend: str = "auto") -> Tensor:
+    """x_TD @ weight_EDᵀ in full float32 precision, untouched by autocast and TF32 settings.
+
+    Args:
+        x_TD: any float dtype; kept as it is for the backward.
+        weight_ED: float32, or float64 for an exact router.
+        backend: "auto", "triton" or "reference". Triton serves bfloat16 x with a float32 weight
+            through split products; other dtypes go through the plain product in any case.
+
+    Returns:
+        logits_TE in the weight's dtype. Gradients come in the dtype of what they belong to; a
+        second backward through them raises RuntimeError.
+
+    Raises:
+        ValueError: shapes, dtypes or a backend that do not fit.
+    """
+    if weight_ED.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"weight_ED is {weight_ED.dtype}; allowed: float32, float64")
+    if x_TD.ndim != 2 or weight_ED.ndim != 2 or x_TD.shape[1] != weight_ED.shape[1]:
+        raise ValueError(
+            f"x_TD {tuple(x_TD.shape)} and weight_ED {tuple(weight_ED.shape)} must be [T, D] "
+            "and [E, D]"
+        )
+    return _RouterLogits.apply(x_TD, weight_ED, pick_backend(backend, x_TD))
