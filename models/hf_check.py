@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,13 +62,19 @@ def check_export(
     """
     import transformers
 
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        output_loading_info=True,
-        trust_remote_code=False,
-        attn_implementation="sdpa",
-    )
+    version = transformers.__version__
+    try:
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=False,
+            attn_implementation="sdpa",
+        )
+    except Exception as error:  # whatever transformers raises, the folder does not load
+        line = str(error).strip().splitlines()[0]
+        problem = f"transformers does not load it: {type(error).__name__}: {line}"
+        return Receipt(version, math.nan, tolerance, new_tokens, 0, (problem,))
     theirs.eval()
     problems = [f"{key}: {value}" for key, value in info.items() if value]
     config = model.config
@@ -97,9 +104,7 @@ def check_export(
     if mine != reference:
         problems.append(f"greedy tokens differ: {mine[equal:][:5]} here, {reference[equal:][:5]}")
     problems += _tokenizer_problems(folder, model)
-    return Receipt(
-        transformers.__version__, difference, tolerance, len(reference), equal, tuple(problems)
-    )
+    return Receipt(version, difference, tolerance, len(reference), equal, tuple(problems))
 
 
 def _tokenizer_problems(folder: str | Path, model: Decoder) -> list[str]:

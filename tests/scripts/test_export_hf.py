@@ -1,0 +1,112 @@
+"""scripts/export_hf.py: from a run to a folder that transformers loads, with proof."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.hf import load_hf
+from tests.models.tiny import tiny_config
+from training.checkpoint import read_weights, resolve
+from training.weights import CheckpointTensors, load_model
+
+
+def test_run_is_exported_and_checked(script, trained, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert script("export_hf").main([str(trained), str(out), "--check"]) == 0
+    told = capsys.readouterr().out
+    assert "1 file(s)" in told and "with tokenizer" in told
+    assert "greedy tokens: " in told and told.strip().endswith("check passed")
+    checkpoint = resolve(trained)
+    assert checkpoint.name == "step_00000006"
+    stored = read_weights(checkpoint)
+    for name, parameter in load_hf(out).named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+    config = json.loads((out / "config.json").read_text())
+    assert config["eos_token_id"] is not None and config["dtype"] == "float32"
+
+
+def test_bf16_is_checked_against_the_rounded_weights(script, trained, tmp_path, capsys):
+    main = script("export_hf").main
+    older = trained / "checkpoints" / "step_00000003"
+    arguments = ["--dtype", "bfloat16", "--max-shard-size", "10KB", "--check"]
+    assert main([str(older), str(tmp_path / "out"), *arguments]) == 0
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1
+    assert {t.dtype for file in files for t in load_file(file).values()} == {torch.bfloat16}
+
+
+def test_check_finds_a_difference(script, trained, tmp_path, capsys, monkeypatch):
+    """A folder whose router scale was lost, and one with a damaged expert."""
+    from models import hf_check
+
+    out = tmp_path / "out"
+    assert script("export_hf").main([str(trained), str(out)]) == 0
+    model = load_model(trained)
+    assert hf_check.check_export(model, out).passed
+    config = json.loads((out / "config.json").read_text())
+    assert config["norm_topk_prob"] is False
+    (out / "config.json").write_text(json.dumps(config | {"norm_topk_prob": True}))
+    receipt = hf_check.check_export(model, out)
+    assert not receipt.passed and receipt.logit_difference > 1e-4
+    assert "logits differ" in str(receipt) and "check FAILED" in str(receipt)
+    (out / "config.json").write_text(json.dumps(config))
+
+    tensors = load_file(out / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight")
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    problems = hf_check.check_export(model, out).problems
+    assert any("does not load it" in p or "missing_keys" in p for p in problems), problems
+
+    # the script's exit code
+    real = hf_check.check_export
+
+    def strict(*args, **kwargs):
+        return real(*args, **{**kwargs, "tolerance": 0.0})
+
+    monkeypatch.setattr(hf_check, "check_export", strict)
+    assert script("export_hf").main([str(trained), str(tmp_path / "two"), "--check"]) == 1
+    assert "check FAILED" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line_and_exit_2(script, trained, tmp_path, capsys):
+    main = script("export_hf").main
+    out = tmp_path / "out"
+    assert main([str(trained), str(out)]) == 0
+    for arguments, match in [
+        ([str(trained), str(out)], "already holds model files (config.json"),
+        ([str(tmp_path / "nowhere"), str(out)], "does not exist"),
+        ([str(out), str(tmp_path / "two")], "is a Hugging Face folder already"),
+        ([str(trained), str(tmp_path / "two"), "--max-shard-size", "big"], "max_shard_size='big'"),
+    ]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        told = capsys.readouterr().err
+        assert stop.value.code == 2 and told.count("\n") == 1 and match in told, told
+    assert main([str(trained), str(out), "--overwrite"]) == 0
+
+
+def test_other_engines_limits_are_told(script) -> None:
+    warnings = script("export_hf").warnings
+    assert any(
+        "llama.cpp does not load an olmoe" in note for note in warnings(tiny_config("olmoe"))
+    )
+    assert any("ignores norm_topk_prob" in n for n in warnings(tiny_config("olmoe_norm")))
+    assert any("renormalises" in n for n in warnings(tiny_config("qwen3_moe_sparse_step")))
+    assert any("dense layers" in note for note in warnings(tiny_config("qwen3_moe")))
+    assert warnings(tiny_config("mixtral")) == warnings(tiny_config("glm4_moe")) == []
+
+
+def test_checkpoint_tensors_are_read_one_by_one(trained: Path) -> None:
+    tensors = CheckpointTensors(resolve(trained))
+    whole = read_weights(resolve(trained))
+    assert set(tensors) == set(whole) and len(tensors) == len(whole)
+    for name, tensor in whole.items():
+        assert torch.equal(tensors[name], tensor)
+    with pytest.raises(KeyError):
+        tensors["no.such"]
