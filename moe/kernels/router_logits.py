@@ -10,6 +10,7 @@ Shape letters: T tokens, D model width, E experts.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,13 +40,12 @@ def router_logits_bwd_ref(
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the operands' full precision, whatever TF32 and autocast settings say."""
+    """a @ b in the operands' full precision, whatever the TF32 settings say."""
     precision = torch.get_float32_matmul_precision()
     if a.is_cuda and precision != "highest":
         torch.set_float32_matmul_precision("highest")
     try:
-        with torch.autocast(a.device.type, enabled=False):
-            return a @ b
+        return a @ b
     finally:
         if a.is_cuda and precision != "highest":
             torch.set_float32_matmul_precision(precision)
@@ -63,8 +63,8 @@ def split_ref(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @triton.jit
-def _split_kernel(x_ptr, out_ptr, numel, E, BLOCK: tl.constexpr):
-    """Row t of out: the parts low | mid | high | high of row t of x."""
+def _split_kernel(x_ptr, out_ptr, numel, row, REVERSED: tl.constexpr, BLOCK: tl.constexpr):
+    """Each row of x becomes four: low, mid, high, high; REVERSED: high, high, mid, low."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < numel
     x = tl.load(x_ptr + i, mask=mask, other=0.0)
@@ -72,25 +72,42 @@ def _split_kernel(x_ptr, out_ptr, numel, E, BLOCK: tl.constexpr):
     rest = x - high.to(tl.float32)
     mid = rest.to(tl.bfloat16)
     low = (rest - mid.to(tl.float32)).to(tl.bfloat16)
-    at = out_ptr + (i // E) * (4 * E) + i % E
-    tl.store(at, low, mask=mask)
-    tl.store(at + E, mid, mask=mask)
-    tl.store(at + 2 * E, high, mask=mask)
-    tl.store(at + 3 * E, high, mask=mask)
+    at = out_ptr + (i // row) * 4 * row + i % row
+    if REVERSED:
+        tl.store(at, high, mask=mask)
+        tl.store(at + row, high, mask=mask)
+        tl.store(at + 2 * row, mid, mask=mask)
+        tl.store(at + 3 * row, low, mask=mask)
+    else:
+        tl.store(at, low, mask=mask)
+        tl.store(at + row, mid, mask=mask)
+        tl.store(at + 2 * row, high, mask=mask)
+        tl.store(at + 3 * row, high, mask=mask)
 
 
 # ----------------------------------------------------------------------------------------- launcher
 
 
-def _split(x_TE: Tensor) -> Tensor:
-    """bfloat16 [T, 4E]: low | mid | high | high."""
-    T, E = x_TE.shape
-    x_TE = x_TE.contiguous()
-    out = x_TE.new_empty(T, 4 * E, dtype=torch.bfloat16)
-    if x_TE.numel():
-        grid = (triton.cdiv(x_TE.numel(), 1024),)
-        _split_kernel[grid](x_TE, out, x_TE.numel(), E, BLOCK=1024)
+def _split(x: Tensor, row: int, reverse: bool) -> Tensor:
+    """bfloat16, flat, four times x: the parts of every `row` numbers one after the other."""
+    x = x.contiguous()
+    out = x.new_empty(4 * x.numel(), dtype=torch.bfloat16)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), 1024),)
+        _split_kernel[grid](x, out, x.numel(), row, REVERSED=reverse, BLOCK=1024)
     return out
+
+
+def split_weight(weight_ED: Tensor) -> Tensor:
+    """bfloat16 [4E, D]: low, mid, high, high below one another."""
+    E, D = weight_ED.shape
+    return _split(weight_ED, E * D, reverse=False).view(4 * E, D)
+
+
+def split_gradient(grad_TE: Tensor) -> Tensor:
+    """bfloat16 [T, 4E]: high, high, mid, low side by side."""
+    T, E = grad_TE.shape
+    return _split(grad_TE, E, reverse=True).view(T, 4 * E)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -101,22 +118,23 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _forward(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    parts_QD = torch.cat(split_ref(weight_ED))  # Q = 3E
-    return _mm(x_TD, parts_QD.t()).view(x_TD.shape[0], 3, weight_ED.shape[0]).sum(dim=1)
+    E = weight_ED.shape[0]
+    low_mid_high = split_weight(weight_ED)[: 3 * E]
+    return _mm(x_TD, low_mid_high.t()).view(x_TD.shape[0], 3, E).sum(dim=1)
 
 
 def _backward(
     grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, need_x: bool, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     E = weight_ED.shape[0]
-    parts_TQ = _split(grad_TE)  # Q = 4E
+    parts_TQ = split_gradient(grad_TE)  # Q = 4E
     dx_TD = dw_ED = None
     if need_x:
-        # dx is rounded to bfloat16, so products of two small parts are left out
-        high, mid, _ = split_ref(weight_ED)
-        dx_TD = parts_TQ[:, E:] @ torch.cat((high, high, mid))
+        # high with mid, high with high, mid with high; the products of two smaller parts are lost
+        # in the rounding of dx to bfloat16
+        dx_TD = parts_TQ[:, : 3 * E] @ split_weight(weight_ED)[E:]
     if need_weight:
-        dw_ED = _mm(parts_TQ[:, : 3 * E].t(), x_TD).view(3, *weight_ED.shape).sum(dim=0)
+        dw_ED = _mm(parts_TQ[:, E:].t(), x_TD).view(3, *weight_ED.shape).sum(dim=0)
     return dx_TD, dw_ED
 
 
@@ -129,8 +147,14 @@ def _splits(x_TD: Tensor, weight_ED: Tensor, backend: str) -> bool:
 # ---------------------------------------------------------------------------------------- custom op
 
 
+def _no_autocast(x: Tensor) -> AbstractContextManager:
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
+
+
 def _run(x_TD: Tensor, weight_ED: Tensor, backend: str) -> Tensor:
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with _no_autocast(x_TD):
         if _splits(x_TD, weight_ED, backend):
             return _forward(x_TD, weight_ED)
         return router_logits_ref(x_TD, weight_ED)
@@ -145,7 +169,7 @@ def _run_backward(
     backend: str,
 ) -> list[Tensor]:
     """[dx, dw], each without elements where it is not needed."""
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with _no_autocast(x_TD):
         run = _backward if _splits(x_TD, weight_ED, backend) else router_logits_bwd_ref
         dx_TD, dw_ED = run(grad_TE, x_TD, weight_ED, need_x, need_weight)
     return [

@@ -112,16 +112,17 @@ def test_compiled_with_inductor():
         assert (parameter.grad - right[name]).norm() / right[name].norm() < 1e-2, name
 
 
-def median_ms(call) -> float:
-    times = []
-    for _ in range(30):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+def device_ms(call, repeats: int = 20) -> float:
+    """Time of the kernels alone: the queue is filled while the device sleeps."""
+    call()
+    torch.cuda._sleep(200_000_000)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
         call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times[10:])[10]
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
 
 
 @pytest.mark.parametrize(("T", "D", "E"), [(24576, 1536, 128), (32768, 2048, 64)])
@@ -132,12 +133,12 @@ def test_speed_of_router_logits(T, D, E):
     grad_TE = torch.randn(T, E, device="cuda")
     times = {}
     for backend in ("triton", "reference"):
-        forward = median_ms(lambda backend=backend: router_logits(x_TD, weight_ED, backend))
+        forward = device_ms(lambda backend=backend: router_logits(x_TD, weight_ED, backend))
         logits_TE = router_logits(x_TD, weight_ED, backend)
 
         def backward(logits_TE=logits_TE):
             torch.autograd.grad(logits_TE, (x_TD, weight_ED), grad_TE, retain_graph=True)
 
-        times[backend] = forward, median_ms(backward)
+        times[backend] = forward, device_ms(backward)
         print(f"\nT={T} D={D} E={E} {backend}: {forward:.3f} + {times[backend][1]:.3f} ms", end="")
-    assert sum(times["triton"]) < 0.6 * sum(times["reference"])
+    assert sum(times["triton"]) < 0.5 * sum(times["reference"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe.kernels._triton import HAVE_TRITON, INTERPRET
-from moe.kernels.router_logits import _split, router_logits, split_ref
+from moe.kernels.router_logits import router_logits, split_gradient, split_ref, split_weight
 
 TRITON = pytest.mark.skipif(
     not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())), reason="needs Triton"
@@ -37,15 +37,16 @@ def test_three_parts_hold_a_float32():
 @pytest.mark.parametrize(("T", "E"), [(1, 1), (7, 5), (77, 60), (199, 128)])
 def test_split_kernel(T, E):
     x_TE = torch.randn(T, E, device=DEVICE)
-    high, mid, low = split_ref(x_TE)
-    low2, mid2, high2, copy = _split(x_TE).split(E, dim=1)
-    assert torch.equal(high2, copy)
-    total = high2.double() + mid2.double() + low2.double()
+    high, high2, mid, low = split_gradient(x_TE).split(E, dim=1)
+    by_rows = split_weight(x_TE).split(T)
+    assert all(torch.equal(a, b) for a, b in zip(by_rows, (low, mid, high, high2)))
+    assert torch.equal(high, high2)
+    total = high.double() + mid.double() + low.double()
     assert ((total - x_TE.double()).abs() <= x_TE.double().abs() * 2**-24).all()
     if not INTERPRET:  # which cuts floats off where the GPU rounds them to bfloat16
-        assert torch.equal(torch.cat((low2, mid2, high2), 1), torch.cat((low, mid, high), 1))
+        assert all(torch.equal(a, b) for a, b in zip((high, mid, low), split_ref(x_TE)))
     turned_TE = torch.randn(E, T, device=DEVICE).t()
-    assert torch.equal(_split(turned_TE), _split(turned_TE.contiguous()))
+    assert torch.equal(split_gradient(turned_TE), split_gradient(turned_TE.contiguous()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
