@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.kernels._grouped import gather_rows_ref, row_tiles, used_rows
+from moe.kernels._grouped import gather_rows_ref, used_rows
+from moe.kernels._tiles import RowTiles, row_tiles
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_width
 from moe.kernels.combine import combine
@@ -44,7 +45,7 @@ class _Experts(torch.autograd.Function):
     ):  # fmt: skip
         permuted = row_S is None
         num_rows = (x if token_R is None else token_R).shape[0]
-        tiles = row_tiles(offsets_E1, num_rows) if backend == "triton" else []
+        tiles = row_tiles(offsets_E1, num_rows, x.dtype) if backend == "triton" else None
         rows, source_R = x, token_R
         if backend == "reference":  # gather once, in front, where the products are torch's own
             rows, source_R = gather_rows_ref(x, token_R), None
@@ -69,8 +70,9 @@ class _Experts(torch.autograd.Function):
         if with_grad:
             ctx.save_for_backward(
                 x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH if save_h else None,
-                token_R, slot_R, row_S, offsets_E1, slot_offsets_T1, *tiles,
+                token_R, slot_R, row_S, offsets_E1, slot_offsets_T1, *(tiles or ())[:4],
             )  # fmt: skip
+            ctx.tile_rows = tiles.rows if tiles else 0
             ctx.mains = (main_w1, main_w2)
             ctx.slots_per_token = slots_per_token
             ctx.activation = activation
@@ -84,6 +86,7 @@ class _Experts(torch.autograd.Function):
             x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH, token_R, slot_R, row_S, offsets_E1,
             slot_offsets_T1, *tiles,
         ) = ctx.saved_tensors  # fmt: skip
+        tiles = RowTiles(*tiles, ctx.tile_rows) if tiles else None
         need_x, need_w1, need_w2, need_gates, need_b1, need_b2 = ctx.needs_input_grad[:6]
         main_w1, main_w2 = ctx.mains
         backend = ctx.backend

@@ -15,8 +15,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moe.kernels.routing_metadata import tile_schedule
-
 # -------------------------------------------------------------------------------------------------
 # custom ops
 
@@ -141,11 +139,3 @@ def grouped_outer_ref(
 def gather_rows_ref(x_TI: Tensor, token_R: Tensor | None) -> Tensor:
     """Rows of x in expert order; x itself when its rows already are (token_R None)."""
     return x_TI if token_R is None else x_TI.index_select(0, token_R)
-
-
-# --------------------------------------------------------------------------------------- row tiles
-
-
-def row_tiles(offsets_E1: Tensor, rows: int) -> list[Tensor]:
-    """The tile list that all row products of one call share."""
-    return list(tile_schedule(offsets_E1, 128, rows))

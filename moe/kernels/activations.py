@@ -19,6 +19,8 @@ import difflib
 import torch
 from torch import Tensor
 
+from moe.kernels._triton import HAVE_TRITON, tl, triton
+
 # name -> columns of H that one column of A reads
 WIDTH = {"swiglu": 2, "geglu": 2, "reglu": 2, "relu2": 1, "gelu": 1, "silu": 1}
 
@@ -95,3 +97,49 @@ def activation_backward_ref(h_RH: Tensor, da_RN: Tensor, kind: str) -> tuple[Ten
     torch.mul(da_RN, f, out=dh[:, 1::2])
     torch.mul(slope.mul_(up), da_RN, out=dh[:, 0::2])
     return dh, f.mul_(up)
+
+
+# ----------------------------------------------------------------------------------- device code
+
+if HAVE_TRITON:
+    _LOG2E_ = tl.constexpr(1.4426950408889634)
+    _INV_SQRT2_ = tl.constexpr(_INV_SQRT2)
+    _INV_SQRT_2PI_ = tl.constexpr(_INV_SQRT_2PI)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))"""
+    return 1.0 / (1.0 + tl.exp2(x * -_LOG2E_))
+
+
+@triton.jit
+def act(x, KIND: tl.constexpr):
+    """The inner function, float32."""
+    if KIND == "swiglu" or KIND == "silu":
+        return x * sigmoid(x)
+    elif KIND == "geglu" or KIND == "gelu":
+        return x * (0.5 + 0.5 * tl.erf(x * _INV_SQRT2_))
+    elif KIND == "relu2":
+        r = tl.maximum(x, 0.0)
+        return r * r
+    else:
+        return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def act_and_slope(x, KIND: tl.constexpr):
+    """The inner function and its derivative at x, float32."""
+    if KIND == "swiglu" or KIND == "silu":
+        s = sigmoid(x)
+        f = x * s
+        return f, s + f * (1.0 - s)
+    elif KIND == "geglu" or KIND == "gelu":
+        cdf = 0.5 + 0.5 * tl.erf(x * _INV_SQRT2_)
+        pdf = tl.exp2(x * x * (-0.5 * _LOG2E_)) * _INV_SQRT_2PI_
+        return x * cdf, cdf + x * pdf
+    elif KIND == "relu2":
+        r = tl.maximum(x, 0.0)
+        return r * r, 2.0 * r
+    else:
+        return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)

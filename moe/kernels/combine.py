@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import arithmetic_dtype, define_op
+from moe.kernels._triton import tl, triton
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -56,11 +57,88 @@ def combine_ref(
     return out_TD.to(y_RD.dtype)
 
 
-# --------------------------------------------------------------------------------------- custom op
+# ------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit
+def _term(y_ptr, gates_ptr, row_ptr, slot, cols, some, D, GATES: tl.constexpr):
+    """gate · row of one slot, float32; zeros for a slot without row."""
+    row = tl.load(row_ptr + slot)
+    at = row.to(tl.int64) * D + cols
+    y = tl.load(y_ptr + at, mask=some & (row >= 0), other=0.0).to(tl.float32)
+    if GATES:
+        y *= tl.load(gates_ptr + slot).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr, gates_ptr, row_ptr, bounds_ptr, out_ptr, D,
+    K: tl.constexpr, GATES: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    some = cols < D
+    if EVEN:
+        some = tl.full((BD,), 1, tl.int1)
+    acc = tl.zeros((BD,), dtype=tl.float32)
+    if K > 0:  # the loads of all K rows are in flight together
+        for k in tl.static_range(K):
+            slot = t.to(tl.int64) * K + k
+            acc += _term(y_ptr, gates_ptr, row_ptr, slot, cols, some, D, GATES)
+    else:
+        start = tl.load(bounds_ptr + t)
+        end = tl.load(bounds_ptr + t + 1)
+        for slot in tl.range(start, end):
+            acc += _term(y_ptr, gates_ptr, row_ptr, slot, cols, some, D, GATES)
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + t.to(tl.int64) * D + cols, out, mask=some)
+
+
+# ----------------------------------------------------------------------------------------- launcher
+
+_MOST_UNROLLED = 16
+
+
+def combine_triton(
+    y_RD: Tensor,
+    gates_S: Tensor | None,
+    row_S: Tensor,
+    num_tokens: int,
+    slots_per_token: int | None,
+    slot_offsets_T1: Tensor | None,
+) -> Tensor:
+    """Launches the kernel; see `combine`."""
+    D = y_RD.shape[1]
+    out_TD = y_RD.new_empty(num_tokens, D)
+    if num_tokens == 0:
+        return out_TD
+    if row_S.shape[0] == 0:
+        return out_TD.zero_()
+    K = slots_per_token or 0
+    if K > _MOST_UNROLLED:  # a loop over slots, as for ragged routings
+        slot_offsets_T1 = torch.arange(num_tokens + 1, dtype=torch.int32, device=y_RD.device) * K
+        K = 0
+    BD = 1024
+    while BD > 128 and D % BD:  # the widest block without a tail, as long as it is not tiny
+        BD //= 2
+    if D % BD:
+        BD = min(1024, triton.next_power_of_2(D))
+    y_RD = y_RD.contiguous()
+    gates_S = None if gates_S is None else gates_S.contiguous()
+    _combine_kernel[(num_tokens, triton.cdiv(D, BD))](
+        y_RD, gates_S, row_S, slot_offsets_T1 if K == 0 else None, out_TD, D,
+        K=K, GATES=gates_S is not None, BD=BD, EVEN=D % BD == 0, num_warps=max(1, BD // 256),
+    )  # fmt: skip
+    return out_TD
+
+
+# ---------------------------------------------------------------------------------------- custom op
 
 
 def _run(y_RD, gates_S, row_S, num_tokens, slots_per_token, slot_offsets_T1, backend):
-    return combine_ref(y_RD, gates_S, row_S, num_tokens, slots_per_token, slot_offsets_T1)
+    f = combine_triton if backend == "triton" else combine_ref
+    return f(y_RD, gates_S, row_S, num_tokens, slots_per_token, slot_offsets_T1)
 
 
 def _fake(y_RD, gates_S, row_S, num_tokens, slots_per_token, slot_offsets_T1, backend):
@@ -69,8 +147,7 @@ def _fake(y_RD, gates_S, row_S, num_tokens, slots_per_token, slot_offsets_T1, ba
 
 _op = define_op(
     "combine(Tensor y_RD, Tensor? gates_S, Tensor row_S, SymInt num_tokens, "
-    "SymInt? slots_per_token, "
-    "Tensor? slot_offsets_T1, str backend) -> Tensor",
+    "SymInt? slots_per_token, Tensor? slot_offsets_T1, str backend) -> Tensor",
     _run,
     _fake,
 )

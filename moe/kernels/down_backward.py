@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe.kernels import _tiles
 from moe.kernels._grouped import (
     arithmetic_dtype,
     define_op,
@@ -26,7 +27,24 @@ from moe.kernels._grouped import (
     grouped_rows_ref,
     used_rows,
 )
-from moe.kernels.activations import activation_backward_ref, activation_ref
+from moe.kernels._tiles import (
+    Config,
+    RowTiles,
+    halves,
+    look_up,
+    pairs,
+    source_rows,
+    store_rows,
+    weight_tile,
+)
+from moe.kernels._triton import tl, triton
+from moe.kernels.activations import (
+    WIDTH,
+    act,
+    act_and_slope,
+    activation_backward_ref,
+    activation_ref,
+)
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -86,23 +104,302 @@ def down_backward_ref(
     )
 
 
+# ------------------------------------------------------------------------------------------ kernels
+
+
+@triton.jit
+def _finish(
+    da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, H, N,
+    ACT: tl.constexpr, WIDTH: tl.constexpr, GATES: tl.constexpr, WANT_DH: tl.constexpr,
+    WANT_A: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of BN columns of dA from `col` on, in SPLIT parts. Returns <dA, A> of each row."""
+    if SPLIT > 1:
+        left, right = halves(da)
+        dot_left = _finish(
+            left, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, H, N,
+            ACT, WIDTH, GATES, WANT_DH, WANT_A, TMA, BM, BN // 2, SPLIT // 2,
+        )  # fmt: skip
+        dot_right = _finish(
+            right, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col + BN // 2,
+            H, N, ACT, WIDTH, GATES, WANT_DH, WANT_A, TMA, BM, BN // 2, SPLIT // 2,
+        )  # fmt: skip
+        return dot_left + dot_right
+    else:
+        if TMA:
+            h = h_desc.load([start, col * WIDTH])
+        else:
+            rows = start + tl.arange(0, BM)
+            cols = col * WIDTH + tl.arange(0, BN * WIDTH)
+            at = rows.to(tl.int64)[:, None] * H + cols[None, :]
+            h = tl.load(h_ptr + at, mask=(rows < end)[:, None] & (cols < H)[None, :], other=0.0)
+        h = h.to(tl.float32)
+        if WIDTH == 2:
+            x, up = pairs(h)
+            f, slope = act_and_slope(x, ACT)
+            a = f * up
+        else:
+            a, slope = act_and_slope(h, ACT)
+        # Pairing A with dA keeps both in the accumulator's layout. Left alone, the compiler reads H in
+        # two layouts and computes the activation twice.
+        da, a = tl.join(da, a).split()
+        dot = tl.sum(da * a, axis=1)
+        if GATES:
+            da *= gate[:, None]
+        if WANT_DH:
+            if WIDTH == 2:
+                dh = tl.join(da * up * slope, da * f).reshape(BM, BN * 2)
+            else:
+                dh = da * slope
+            dh = dh.to(h_ptr.dtype.element_ty)
+            store_rows(dh_ptr, dh_desc, dh, start, end, col * WIDTH, H, H, BM, BN * WIDTH, TMA)
+        if WANT_A:
+            if GATES:
+                a *= gate[:, None]
+            a = a.to(h_ptr.dtype.element_ty)
+            store_rows(a_ptr, a_desc, a, start, end, col, N, N, BM, BN, TMA)
+        return dot
+
+
+@triton.jit(do_not_specialize=["R"])
+def _down_backward_kernel(
+    do_ptr, do_desc, w2_ptr, w2_desc, h_ptr, h_desc, gates_ptr, dh_ptr, dh_desc, a_ptr, a_desc,
+    dot_ptr, token_ptr, slot_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr, tile_count_ptr,
+    R, D, H, N, stride_do, stride_we, stride_wd, stride_wn,
+    ACT: tl.constexpr, WIDTH: tl.constexpr, GATHER: tl.constexpr, GATES: tl.constexpr,
+    SLOTS: tl.constexpr, WANT_DH: tl.constexpr, WANT_A: tl.constexpr, WANT_DOT: tl.constexpr,
+    TMA: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    row_tiles = tl.load(tile_count_ptr)
+    col_tiles = tl.cdiv(N, BN)
+    count = row_tiles * col_tiles
+    first = tl.program_id(0)
+    e, start, end, col_tile = look_up(
+        first, count, row_tiles, col_tiles, tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP
+    )
+    sources = source_rows(token_ptr, start, end, BM, GATHER)
+    for t in tl.range(
+        first, count, tl.num_programs(0), flatten=FLATTEN, disallow_acc_multi_buffer=True
+    ):
+        do_at = sources.to(tl.int64) * stride_do
+        next_e, next_start, next_end, next_col_tile = look_up(
+            t + tl.num_programs(0), count, row_tiles, col_tiles,
+            tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
+        )  # fmt: skip
+        next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
+        col = col_tile * BN
+        cols = tl.arange(0, BK)
+        rows = start + tl.arange(0, BM)
+        gate = None
+        if GATES:
+            slots = rows
+            if SLOTS:
+                slots = tl.load(slot_ptr + rows, mask=rows < end, other=0)
+            gate = tl.load(gates_ptr + slots, mask=rows < end, other=0.0).to(tl.float32)
+        da = tl.zeros((BM, BN), dtype=tl.float32)
+        for k in tl.range(0, D, BK):
+            if GATHER or not TMA:
+                at = ((do_at + k // VEC) * VEC)[:, None] + cols[None, :]
+                if EVEN:
+                    do = tl.load(do_ptr + at)
+                else:
+                    do = tl.load(do_ptr + at, mask=(k + cols < D)[None, :], other=0.0)
+            else:
+                do = do_desc.load([start, k])
+            w = weight_tile(
+                w2_ptr, w2_desc, e, k, col, D, N, stride_we, stride_wd, stride_wn, BK, BN, TMA
+            )
+            da = tl.dot(do, w, da, input_precision="ieee")
+        dot = _finish(
+            da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, H, N,
+            ACT, WIDTH, GATES, WANT_DH, WANT_A, TMA, BM, BN, SPLIT,
+        )  # fmt: skip
+        if WANT_DOT:
+            tl.store(dot_ptr + col_tile.to(tl.int64) * R + rows, dot, mask=rows < end)
+        e, start, end, col_tile = next_e, next_start, next_end, next_col_tile
+        sources = next_sources
+
+
+@triton.jit(do_not_specialize=["R", "part"])
+def _bias_dot_kernel(
+    do_ptr, b2_ptr, dot_ptr, token_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr, R, D,
+    stride_do, part, GATHER: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """dot[part, r] = <dO of row r, b2[e(r)]>: what the bias adds to the gate's gradient."""
+    e = tl.load(tile_expert_ptr + tl.program_id(0))
+    if e < 0:
+        return
+    start = tl.load(tile_start_ptr + tl.program_id(0))
+    end = tl.load(tile_end_ptr + tl.program_id(0))
+    do_at = source_rows(token_ptr, start, end, BM, GATHER).to(tl.int64) * stride_do
+    dot = tl.zeros((BM,), dtype=tl.float32)
+    for k in tl.range(0, D, BK):
+        cols = k + tl.arange(0, BK)
+        some = cols < D
+        do = tl.load(do_ptr + do_at[:, None] + cols[None, :], mask=some[None, :], other=0.0)
+        b2 = tl.load(b2_ptr + e.to(tl.int64) * D + cols, mask=some, other=0.0)
+        dot += tl.sum(do.to(tl.float32) * b2.to(tl.float32)[None, :], axis=1)
+    rows = start + tl.arange(0, BM)
+    tl.store(dot_ptr + part.to(tl.int64) * R + rows, dot, mask=rows < end)
+
+
+@triton.jit(do_not_specialize=["R", "S", "parts"])
+def _gate_gradient_kernel(
+    dot_ptr, row_ptr, dgate_ptr, used_ptr, R, S, parts, BY_SLOT: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
+    """Sums the parts of <dA, A> in order and moves them from rows to slots; 0 where no row is."""
+    slots = tl.program_id(0) * BS + tl.arange(0, BS)
+    inside = slots < S
+    if BY_SLOT:
+        rows = tl.load(row_ptr + slots, mask=inside, other=-1)
+        some = rows >= 0
+    else:
+        rows = slots
+        some = inside & (rows < tl.load(used_ptr))
+    total = tl.zeros((BS,), dtype=tl.float32)
+    at = dot_ptr + rows
+    for _ in tl.range(0, parts):
+        total += tl.load(at, mask=some, other=0.0)
+        at += R  # a step of the pointer, so no product of R and parts can overflow
+    tl.store(dgate_ptr + slots, total.to(dgate_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled_activation_kernel(
+    h_ptr, gates_ptr, slot_ptr, a_ptr, used_ptr, H, N,
+    ACT: tl.constexpr, WIDTH: tl.constexpr, GATES: tl.constexpr, SLOTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A' = gate · activation(H): all that the gradient of W2 alone needs."""
+    used = tl.load(used_ptr)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    some = rows < used
+    cols = tl.program_id(1) * BN * WIDTH + tl.arange(0, BN * WIDTH)
+    at = rows.to(tl.int64)[:, None] * H + cols[None, :]
+    h = tl.load(h_ptr + at, mask=some[:, None] & (cols < H)[None, :], other=0.0).to(tl.float32)
+    if WIDTH == 2:
+        gate_columns, up = pairs(h)
+        a = act(gate_columns, ACT) * up
+    else:
+        a = act(h, ACT)
+    if GATES:
+        slots = rows
+        if SLOTS:
+            slots = tl.load(slot_ptr + rows, mask=some, other=0)
+        a *= tl.load(gates_ptr + slots, mask=some, other=0.0).to(tl.float32)[:, None]
+    out_cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    out_at = rows.to(tl.int64)[:, None] * N + out_cols[None, :]
+    a = a.to(a_ptr.dtype.element_ty)
+    tl.store(a_ptr + out_at, a, mask=some[:, None] & (out_cols < N)[None, :])
+
+
+# ----------------------------------------------------------------------------------------- launcher
+
+
+def down_backward_triton(
+    do_TD: Tensor,
+    w2_EDN: Tensor,
+    b2_ED: Tensor | None,
+    h_RH: Tensor,
+    gates_S: Tensor | None,
+    token_R: Tensor | None,
+    slot_R: Tensor | None,
+    row_S: Tensor | None,
+    offsets_E1: Tensor,
+    activation: str,
+    want_dh: bool,
+    want_a: bool,
+    want_dgate: bool,
+    tiles: RowTiles,
+    config: Config | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Launches the kernels; see `down_backward`."""
+    E, D, N = w2_EDN.shape
+    R, H = h_RH.shape
+    width = WIDTH[activation]
+    dh_RH = torch.empty_like(h_RH) if want_dh else None
+    a_RN = h_RH.new_empty(R, N) if want_a else None
+    dgate_S = torch.empty_like(gates_S) if want_dgate else None
+    if R == 0:
+        return dh_RH, a_RN, dgate_S if dgate_S is None else dgate_S.zero_()
+    used = offsets_E1[E:]
+    gates_S = None if gates_S is None else gates_S.contiguous()
+    gate_args = {"GATES": gates_S is not None, "SLOTS": slot_R is not None}
+    if not (want_dh or want_dgate):
+        _scaled_activation_kernel[(triton.cdiv(R, 16), triton.cdiv(N, 128))](
+            h_RH, gates_S, slot_R, a_RN, used, H, N,
+            ACT=activation, WIDTH=width, **gate_args, BM=16, BN=128,
+        )  # fmt: skip
+        return None, a_RN, None
+
+    c = config or _tiles.pick_config("down_backward", h_RH.dtype, tiles.rows)
+    do_TD = _tiles.with_unit_stride(do_TD)
+    tma = _tiles.tma_serves(do_TD, w2_EDN, h_RH)
+    do_desc = w_desc = h_desc = dh_desc = a_desc = None
+    cols = c.bn // c.split
+    if tma and want_a:
+        tma = _tiles.aligned(a_RN)
+    vec = 16 // h_RH.element_size() if tma else 1
+    if tma:
+        w_desc = _tiles.descriptor(w2_EDN, [1, c.bk, c.bn])
+        h_desc = _tiles.descriptor(h_RH, [c.bm, cols * width])
+        if want_dh:
+            dh_desc = _tiles.ragged_descriptor(dh_RH, [c.bm, cols * width])
+        if want_a:
+            a_desc = _tiles.ragged_descriptor(a_RN, [c.bm, cols])
+        if token_R is None:
+            do_desc = _tiles.descriptor(do_TD, [c.bm, c.bk])
+    parts = triton.cdiv(N, c.bn)
+    dot = None
+    if want_dgate:
+        dot = torch.empty(parts + (b2_ED is not None), R, dtype=torch.float32, device=h_RH.device)
+    grid = _tiles.grid_size(h_RH.device, c, tiles.expert_B.shape[0] * parts)
+    _down_backward_kernel[(grid,)](
+        do_TD, do_desc, w2_EDN, w_desc, h_RH, h_desc, gates_S, dh_RH, dh_desc, a_RN, a_desc, dot,
+        token_R, slot_R, tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
+        R, D, H, N, do_TD.stride(0) // vec, *w2_EDN.stride(),
+        ACT=activation, WIDTH=width, GATHER=token_R is not None, **gate_args, WANT_DH=want_dh,
+        WANT_A=want_a, WANT_DOT=want_dgate, TMA=tma, EVEN=D % c.bk == 0,
+        VEC=vec, BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group,
+        SPLIT=c.split, FLATTEN=c.flatten, num_warps=c.warps, num_stages=c.stages,
+    )  # fmt: skip
+    if want_dgate:
+        if b2_ED is not None:
+            _bias_dot_kernel[(tiles.expert_B.shape[0],)](
+                do_TD, b2_ED.contiguous(), dot, token_R, tiles.expert_B, tiles.start_B, tiles.end_B,
+                R, D, do_TD.stride(0), parts, GATHER=token_R is not None, BM=tiles.rows, BK=64,
+            )  # fmt: skip
+        S = dgate_S.shape[0]
+        _gate_gradient_kernel[(triton.cdiv(S, 1024),)](
+            dot, row_S, dgate_S, used, R, S, dot.shape[0], BY_SLOT=row_S is not None, BS=1024
+        )
+    return dh_RH, a_RN, dgate_S
+
+
 # --------------------------------------------------------------------------------------- custom op
 
 
 def _run(
     do_TD, w2_EDN, b2_ED, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, activation,
-    want_dh, want_a, want_dgate, tiles, backend,
+    want_dh, want_a, want_dgate, tiles, tile_rows, backend,
 ):  # fmt: skip
-    outs = down_backward_ref(
+    args = (
         do_TD, w2_EDN, b2_ED, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, activation,
         want_dh, want_a, want_dgate,
     )  # fmt: skip
+    if backend == "triton":
+        outs = down_backward_triton(*args, _tiles.unpack(tiles, tile_rows, offsets_E1, h_RH))
+    else:
+        outs = down_backward_ref(*args)
     return tuple(h_RH.new_empty(0) if out is None else out for out in outs)
 
 
 def _fake(
     do_TD, w2_EDN, b2_ED, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, activation,
-    want_dh, want_a, want_dgate, tiles, backend,
+    want_dh, want_a, want_dgate, tiles, tile_rows, backend,
 ):  # fmt: skip
     R, N = h_RH.shape[0], w2_EDN.shape[2]
     return (
@@ -113,11 +410,10 @@ def _fake(
 
 
 _op = define_op(
-    "down_backward(Tensor do_TD, Tensor w2_EDN, Tensor? b2_ED, Tensor h_RH, "
-    "Tensor? gates_S, Tensor? token_R, "
-    "Tensor? slot_R, Tensor? row_S, Tensor offsets_E1, str activation, bool want_dh, "
-    "bool want_a, bool want_dgate, "
-    "Tensor[] tiles, str backend) -> (Tensor, Tensor, Tensor)",
+    "down_backward(Tensor do_TD, Tensor w2_EDN, Tensor? b2_ED, Tensor h_RH, Tensor? gates_S, "
+    "Tensor? token_R, Tensor? slot_R, Tensor? row_S, Tensor offsets_E1, str activation, "
+    "bool want_dh, bool want_a, bool want_dgate, Tensor[] tiles, int tile_rows, str backend) "
+    "-> (Tensor, Tensor, Tensor)",
     _run,
     _fake,
 )
@@ -140,7 +436,7 @@ def down_backward(
     want_dh: bool = True,
     want_a: bool = True,
     want_dgate: bool = True,
-    tiles: list[Tensor] | None = None,
+    tiles: RowTiles | None = None,
     backend: str = "reference",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dh_RH, a_RN multiplied by the gates, dgate_S); None, and no work, for what is not wanted.
@@ -158,6 +454,6 @@ def down_backward(
     """
     dh, a, dgate = _op(
         do_TD, w2_EDN, b2_ED, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, activation,
-        want_dh, want_a, want_dgate, tiles or [], backend,
+        want_dh, want_a, want_dgate, *_tiles.pack(tiles), backend,
     )  # fmt: skip
     return dh if want_dh else None, a if want_a else None, dgate if want_dgate else None

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe.kernels import _tiles
 from moe.kernels._grouped import arithmetic_dtype, define_op, grouped_rows_ref, used_rows
+from moe.kernels._rows import rows_triton
+from moe.kernels._tiles import RowTiles
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -35,18 +38,20 @@ def down_forward_ref(
 # --------------------------------------------------------------------------------------- custom op
 
 
-def _run(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, tiles, backend):
+def _run(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, tiles, tile_rows, backend):
+    if backend == "triton":
+        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, a_RN)
+        return rows_triton(a_RN, w2_EDN.transpose(1, 2), b2_ED, scale_R, tiles)
     return down_forward_ref(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R)
 
 
-def _fake(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, tiles, backend):
+def _fake(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, tiles, tile_rows, backend):
     return a_RN.new_empty(a_RN.shape[0], w2_EDN.shape[1])
 
 
 _op = define_op(
-    "down_forward(Tensor a_RN, Tensor w2_EDN, Tensor? b2_ED, Tensor offsets_E1, "
-    "Tensor? scale_R, Tensor[] tiles, "
-    "str backend) -> Tensor",
+    "down_forward(Tensor a_RN, Tensor w2_EDN, Tensor? b2_ED, Tensor offsets_E1, Tensor? scale_R, "
+    "Tensor[] tiles, int tile_rows, str backend) -> Tensor",
     _run,
     _fake,
 )
@@ -61,7 +66,7 @@ def down_forward(
     offsets_E1: Tensor,
     *,
     scale_R: Tensor | None = None,
-    tiles: list[Tensor] | None = None,
+    tiles: RowTiles | None = None,
     backend: str = "reference",
 ) -> Tensor:
     """y_RD in the dtype of A; rows that belong to no expert are left undefined.
@@ -75,4 +80,4 @@ def down_forward(
         tiles: row tiles, see `up_forward`.
         backend: "reference" or "triton", already resolved.
     """
-    return _op(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, tiles or [], backend)
+    return _op(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, *_tiles.pack(tiles), backend)

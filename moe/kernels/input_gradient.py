@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe.kernels import _tiles
 from moe.kernels._grouped import define_op, grouped_rows_ref
+from moe.kernels._rows import rows_triton
+from moe.kernels._tiles import RowTiles
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -22,17 +25,20 @@ def input_gradient_ref(dh_RH: Tensor, w1_EHD: Tensor, offsets_E1: Tensor) -> Ten
 # --------------------------------------------------------------------------------------- custom op
 
 
-def _run(dh_RH, w1_EHD, offsets_E1, tiles, backend):
+def _run(dh_RH, w1_EHD, offsets_E1, tiles, tile_rows, backend):
+    if backend == "triton":
+        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, dh_RH)
+        return rows_triton(dh_RH, w1_EHD, None, None, tiles)
     return input_gradient_ref(dh_RH, w1_EHD, offsets_E1)
 
 
-def _fake(dh_RH, w1_EHD, offsets_E1, tiles, backend):
+def _fake(dh_RH, w1_EHD, offsets_E1, tiles, tile_rows, backend):
     return dh_RH.new_empty(dh_RH.shape[0], w1_EHD.shape[2])
 
 
 _op = define_op(
     "input_gradient(Tensor dh_RH, Tensor w1_EHD, Tensor offsets_E1, Tensor[] tiles, "
-    "str backend) -> Tensor",
+    "int tile_rows, str backend) -> Tensor",
     _run,
     _fake,
 )
@@ -45,7 +51,7 @@ def input_gradient(
     w1_EHD: Tensor,
     offsets_E1: Tensor,
     *,
-    tiles: list[Tensor] | None = None,
+    tiles: RowTiles | None = None,
     backend: str = "reference",
 ) -> Tensor:
     """dx_RD in the dtype of dH; rows that belong to no expert are left undefined.
@@ -57,4 +63,4 @@ def input_gradient(
         tiles: row tiles, see `up_forward`.
         backend: "reference" or "triton", already resolved.
     """
-    return _op(dh_RH, w1_EHD, offsets_E1, tiles or [], backend)
+    return _op(dh_RH, w1_EHD, offsets_E1, *_tiles.pack(tiles), backend)
