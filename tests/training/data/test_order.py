@@ -182,6 +182,7 @@ def test_windows_hold_whole_blocks_and_lose_nothing(
     for epoch in range(2):
         rows = all_rows(order, epoch)
         assert sorted(documents_in(rows)) == sorted((*d, EOS) for d in documents)
+    assert len({tuple(sorted(order._plan(epoch)[0][0])) for epoch in range(5)}) > 2
     in_block = {(*d, EOS): i for i, block in enumerate(blocks) for d in block}
     first = [in_block[d] for d in documents_in(all_rows(order, 0))[:30]]
     assert len(set(first)) == 3, "the first window is three blocks"
