@@ -254,8 +254,7 @@ class MoE(nn.Module):
         valid_T: Tensor | None,
         sequences: int,
     ) -> RouterStats:
-        zero = gating.lse_T.new_zeros(())
-        sequence = zero
+        sequence = gating.lse_T.new_zeros(())
         if self.config.sequence_stats and logits_TE.shape[0]:
             prob_TE = probabilities(logits_TE, self.config.score, valid_T)
             sequence = sequence_sum(prob_TE, gating.expert_TK, sequences)
@@ -263,7 +262,10 @@ class MoE(nn.Module):
             share_TK = gating.gate_TK.clamp(min=0)
             share_TK = share_TK / share_TK.sum(dim=1, keepdim=True).clamp(min=1e-20)
             entropy = torch.special.entr(share_TK).sum()
-            tokens = zero + logits_TE.shape[0] if valid_T is None else valid_T.sum().to(zero.dtype)
+            if valid_T is None:
+                tokens = gating.lse_T.new_full((), logits_TE.shape[0])
+            else:
+                tokens = valid_T.sum(dtype=gating.lse_T.dtype)
         return RouterStats(
             counts_E=gating.counts_E,
             prob_sum_E=gating.prob_sum_E,
