@@ -146,8 +146,8 @@ class Decoder(nn.Module):
 
     @property
     def loss_backend(self) -> str:
-        """How the loss is computed where the model is now: "chunked" or "liger"."""
-        return loss_backend(self.norm.weight.device)
+        """How the loss is computed where the model is now: "triton" or "reference"."""
+        return loss_backend(self.norm.weight)
 
     def forward(
         self,

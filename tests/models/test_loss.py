@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models.cross_entropy import cross_entropy_ref, cross_entropy_triton
 from models.loss import default_chunk, linear_cross_entropy, loss_backend
+from moe.kernels._triton import INTERPRET
 
 
 def inputs(tokens: int, width: int, words: int, dtype=torch.float64):
@@ -106,7 +108,9 @@ def test_never_holds_all_logits() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Watch():
         loss = linear_cross_entropy(x_TD, weight_VD, labels_T)
     loss.backward()
-    assert largest == default_chunk(tokens, width, words) * words == tokens * words // 8
+    assert (
+        largest == default_chunk(tokens, width, words, x_TD.device) * words == tokens * words // 8
+    )
     assert kept == x_TD.numel() + weight_VD.numel()
     torch.testing.assert_close(loss, plain(x_TD, weight_VD, labels_T))
 
@@ -163,12 +167,42 @@ def test_wrong_shapes_are_refused() -> None:
         linear_cross_entropy(x_TD, weight_VD, labels_T[:9])
 
 
-def test_backend_on_the_cpu_is_chunked() -> None:
-    assert loss_backend(torch.device("cpu")) == "chunked"
+def test_backends() -> None:
+    x_TD, weight_VD, labels_T = inputs(10, 8, 11)
+    assert loss_backend(x_TD) == "reference"
+    with pytest.raises(ValueError, match="'liger' needs CUDA"):
+        linear_cross_entropy(x_TD, weight_VD, labels_T, backend="liger")
+    with pytest.raises(ValueError, match="'fast' is unknown"):
+        linear_cross_entropy(x_TD, weight_VD, labels_T, backend="fast")
+
+
+@pytest.mark.skipif(not INTERPRET, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
+@pytest.mark.parametrize("words", [1, 77, 4096, 5000])
+def test_kernel_in_the_interpreter(words: int, grad_dtype: torch.dtype | None) -> None:
+    logits_PV = torch.randn(5, words) * 4
+    logits_PV[1, : words // 2] = -torch.inf
+    labels_P = torch.randint(words // 2, words, (5,))
+    labels_P[2] = -100
+    losses_P, grad_PV = cross_entropy_triton(logits_PV, labels_P, grad_dtype)
+    expected, grad = cross_entropy_ref(logits_PV.double(), labels_P, grad_dtype)
+    torch.testing.assert_close(losses_P, expected.float(), rtol=1e-5, atol=1e-5)
+    assert losses_P[2] == 0
+    if grad_dtype is None:
+        assert grad_PV is None
+    else:
+        torch.testing.assert_close(grad_PV, grad, rtol=1e-5, atol=1e-6)
+        assert (grad_PV[2] == 0).all()
 
 
 @pytest.mark.parametrize(
-    ("shape", "chunk"), [((16384, 2048, 151936), 256), ((64, 8, 100), 64), ((4096, 128, 512), 1024)]
+    ("shape", "cpu", "gpu"),
+    [
+        ((16384, 2048, 151936), 256, 1024),
+        ((64, 8, 100), 64, 64),
+        ((4096, 128, 512), 1024, 4096),
+    ],
 )
-def test_default_chunk(shape: tuple[int, int, int], chunk: int) -> None:
-    assert default_chunk(*shape) == chunk
+def test_default_chunk(shape: tuple[int, int, int], cpu: int, gpu: int) -> None:
+    assert default_chunk(*shape, torch.device("cpu")) == cpu
+    assert default_chunk(*shape, torch.device("cuda")) == gpu
