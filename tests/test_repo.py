@@ -1,0 +1,283 @@
+"""Rules of the repository: layout, dependency directions, sizes, docstrings, documentation."""
+
+import ast
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("moe", "models", "parallel", "training")
+# What each part may import of the others; train.py → training → models → moe, training → parallel.
+ALLOWED = {
+    "moe": set(),
+    "models": {"moe"},
+    "parallel": {"moe"},
+    "training": {"moe", "models", "parallel"},
+}
+
+
+def tracked(pattern: str = "") -> list[Path]:
+    """Files of the repository: in git where there is one, else all that are no build products."""
+    git = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        names = done.stdout.splitlines()
+    else:
+        hidden = (".git", ".venv", "runs", "__pycache__")
+        names = [
+            str(path.relative_to(ROOT))
+            for path in ROOT.rglob("*")
+            if path.is_file() and not any(part in hidden for part in path.parts)
+        ]
+    return [ROOT / name for name in names if name.endswith(pattern) and (ROOT / name).is_file()]
+
+
+SOURCES = tracked(".py")
+PACKAGE_SOURCES = [p for p in SOURCES if p.relative_to(ROOT).parts[0] in PACKAGES]
+SCRIPTS = sorted(p for p in (ROOT / "scripts").iterdir() if p.suffix in (".py", ".sh"))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_modules(node: ast.AST) -> set[str]:
+    """First parts of all imported names, also inside functions."""
+    found = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in part.names}
+        elif isinstance(part, ast.ImportFrom) and part.level == 0:
+            found.add((part.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_dependencies_point_one_way(package):
+    ours = {*PACKAGES, "train", "scripts", "tests"}
+    wrong = {}
+    for path in PACKAGE_SOURCES:
+        if path.relative_to(ROOT).parts[0] == package:
+            bad = (imported_modules(tree(path)) & ours) - ALLOWED[package] - {package}
+            if bad:
+                wrong[name(path)] = bad
+    assert not wrong
+
+
+def test_everything_imports_without_triton():
+    """Only moe/kernels/_triton.py imports it outright; others where it is known to be there."""
+    outright = [
+        name(path)
+        for path in PACKAGE_SOURCES
+        for node in tree(path).body
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and "triton" in imported_modules(node)
+    ]
+    assert not outright
+
+
+def test_files_are_of_readable_size():
+    long = {
+        name(path): lines
+        for path in SOURCES
+        if "kernels" not in path.parts
+        and (lines := len(path.read_text(encoding="utf-8").splitlines())) > 600
+    }
+    assert not long
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code: no blank ones, comments or docstrings, which nobody should save on."""
+    text = path.read_text(encoding="utf-8")
+    documentation = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            documentation |= set(range(node.lineno, node.end_lineno + 1))
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (*silent, tokenize.ENDMARKER):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - documentation)
+
+
+def test_the_package_stays_small():
+    """Outside kernels, which are long by nature, a person can still read all of it."""
+    total = sum(code_lines(path) for path in PACKAGE_SOURCES if "kernels" not in path.parts)
+    assert total < 12_000
+
+
+def test_code_lines_counts_code(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text('"""Text.\n\nMore.\n"""\n\n# why\nx = [\n    1,  # one\n]\n\n\ny = "a"\n')
+    assert code_lines(path) == 4
+
+
+def test_every_package_says_what_lives_there():
+    for path in PACKAGE_SOURCES:
+        if path.name == "__init__.py":
+            assert ast.get_docstring(tree(path)), name(path)
+
+
+def _public(body: list[ast.stmt], inside: str = ""):
+    """(class and dot, node) of what a module offers. Methods that several classes share under one
+    name are explained where the choice between them is."""
+    overrides = {"step", "start", "encode", "decode", "reserve"} if inside else set()
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            if node.name.startswith("_") or node.name in overrides:
+                continue
+            yield inside, node
+            if isinstance(node, ast.ClassDef):
+                yield from _public(node.body, f"{node.name}.")
+
+
+# Methods whose meaning their name or their base class fixes.
+SELF_EXPLAINING = {
+    "forward",
+    "backward",
+    "extra_repr",
+    "reset_parameters",
+    "close",
+    "setup_context",
+}
+
+
+def _is_trivial(node: ast.AST) -> bool:
+    """Functions of one statement with a telling name need no sentence; overloads have none."""
+    return isinstance(node, ast.FunctionDef) and len(node.body) == 1
+
+
+def test_public_functions_and_classes_have_docstrings():
+    bare = []
+    for path in PACKAGE_SOURCES:
+        assert ast.get_docstring(tree(path)), f"{name(path)} has no module docstring"
+        for inside, node in _public(tree(path).body):
+            if ast.get_docstring(node) or node.name in SELF_EXPLAINING or _is_trivial(node):
+                continue
+            if inside and isinstance(node, ast.FunctionDef) and len(node.body) <= 4:
+                continue  # short methods of a documented class
+            bare.append(f"{name(path)}:{node.lineno} {inside}{node.name}")
+    assert not bare
+
+
+def test_public_functions_have_type_hints():
+    bare = []
+    for path in PACKAGE_SOURCES:
+        for inside, node in _public(tree(path).body):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if any(
+                "triton" in ast.unparse(d) or "jit" in ast.unparse(d) for d in node.decorator_list
+            ):
+                continue  # arguments of kernels have no Python types
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            missing = [a.arg for a in arguments if a.annotation is None]
+            if inside and missing[:1] in (["self"], ["cls"], ["ctx"]):
+                missing = missing[1:]
+            missing = [a for a in missing if a not in ("ctx", "self", "cls")]
+            if missing and not node.name.startswith("_"):
+                bare.append(f"{name(path)}:{node.lineno} {inside}{node.name}({', '.join(missing)})")
+    assert not bare
+
+
+TEXT = (".py", ".md", ".yaml", ".yml", ".sh", ".toml", ".json", ".cfg")
+
+
+def test_no_paths_of_a_machine():
+    # Written in pieces so that this file passes itself.
+    pattern = re.compile(r"(?<![\w.])/(?:wo" + r"rk|ho" + r"me/\w+|ro" + r"ot|Us" + r"ers/\w+)/")
+    found = []
+    for path in tracked():
+        if path.suffix in TEXT or name(path).startswith(".ci/"):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if pattern.search(line):
+                    found.append(f"{name(path)}:{number} {line.strip()[:80]}")
+    assert not found
+
+
+def test_no_large_files():
+    large = {name(p): p.stat().st_size for p in tracked() if p.stat().st_size > 3 * 2**20}
+    assert not large
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_every_script_answers_help(path, monkeypatch, capfd):
+    if path.name == "_setup.sh":
+        pytest.skip("is sourced by others")
+    if path.suffix == ".sh":
+        done = subprocess.run(["bash", str(path), "--help"], timeout=60, check=False)
+        code = done.returncode
+    else:
+        monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(path), run_name="__main__")
+        code = caught.value.code
+    text = capfd.readouterr().out
+    assert not code, text
+    assert len(text.splitlines()) >= 3, text
+
+
+def test_train_answers_help(capsys):
+    import train
+
+    assert train.main(["--help"]) == 0
+    assert "section.key=value" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_loads(path):
+    from training.config import load_config, make_plan
+
+    config = load_config(path)
+    plan = make_plan(config, world_size=1, cuda=False)
+    assert plan.accumulation >= 1
+    assert config.run.name == path.stem
+
+
+COMMAND = re.compile(
+    r"(?:^|[\s`(])((?:python3? |bash |torchrun [^`\n]*?)((?:scripts/)?[\w/]+\.(?:py|sh)))"
+)
+
+
+@pytest.mark.parametrize("path", tracked(".md"), ids=name)
+def test_commands_in_documents_exist(path):
+    for _, file in COMMAND.findall(path.read_text(encoding="utf-8")):
+        assert (ROOT / file).is_file(), f"{name(path)} names {file}, which does not exist"
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("path", tracked(".md"), ids=name)
+def test_links_in_documents_lead_somewhere(path):
+    for target in LINK.findall(path.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{name(path)} links to {target}"
+
+
+def test_the_configuration_page_is_that_of_the_code():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import _config_docs
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert text == _config_docs.render(), "run: python scripts/_config_docs.py"
+
+
+def test_ci_runs_what_the_contributor_guide_says():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "scripts/test.sh" in ci
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert "scripts/test.sh" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
