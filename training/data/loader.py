@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,12 @@ class Source:
     name: str
     order: Order
     feeder: Feeder | None = None
+
+    @cached_property
+    def content(self) -> str:
+        """Hash of the text. A store that may still grow is known by its first block."""
+        store = self.order.store
+        return content_hash(store.blocks[:1] if self.order.streamed else store.blocks)
 
     def has(self, epoch: int, row: int) -> bool:
         """Whether the epoch has this row; waits while it is still being tokenised."""
@@ -216,7 +223,7 @@ class TrainData:
                 "taken": walk["taken"][index],
                 "epoch": walk["epoch"][index],
                 "row": walk["row"][index],
-                "content": self._content(source),
+                "content": source.content,
             }
             for index, source in enumerate(self.sources)
         }
@@ -250,7 +257,7 @@ class TrainData:
                 f"with {', '.join(state['sources'])}; rows would be repeated or lost"
             )
         for source in self.sources:
-            if state["sources"][source.name]["content"] != self._content(source):
+            if state["sources"][source.name]["content"] != source.content:
                 raise DataError(
                     f"the text of data source {source.name!r} is not the one that the checkpoint "
                     "was made with; rows would be repeated or lost"
@@ -276,12 +283,6 @@ class TrainData:
             "validation_fraction": self.config.validation_fraction,
             "tokenizer": self.tokenizer.hash,
         }
-
-    @staticmethod
-    def _content(source: Source) -> str:
-        # A store that may still grow is known by its first block.
-        store = source.order.store
-        return content_hash(store.blocks[:1] if source.order.streamed else store.blocks)
 
     # --- validation -----------------------------------------------------------------------------
 
@@ -430,8 +431,10 @@ def _check_enough(source: Source, key: str) -> None:
         return
     unit = "tokens" if order.cut.packing else "rows"
     skipped = sum(store.skipped().values())
+    left_out = f" ({skipped} lines or documents left out)" if skipped else ""
+    examples = [example for block in store.blocks for example in block.examples][:1]
     raise DataError(
         f"{key} ({source.name}) is too small: {order.units()} {unit} in {store.documents} documents"
-        f"{f' ({skipped} lines or documents left out)' if skipped else ''}, and data.seq_len="
-        f"{order.cut.seq_len} needs at least {need}"
+        f"{left_out}, and data.seq_len={order.cut.seq_len} needs at least {need}"
+        + "".join(f"; the first left out: {example}" for example in examples)
     )

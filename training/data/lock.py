@@ -86,6 +86,11 @@ def atomic_file(path: Path) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # else a power cut may undo the renaming, after later writes
+        finally:
+            os.close(folder)
     except OSError as error:
         raise disk_error(error, path) from error
     finally:

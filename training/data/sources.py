@@ -35,13 +35,17 @@ def source_name(source: SourceConfig) -> str:
         return source.name
     if source.hub is not None:
         given = source.hub.rsplit("/", 1)[-1]
-        return given if source.subset is None else f"{given}_{source.subset}"
+        return _plain(given if source.subset is None else f"{given}_{source.subset}")
     given = source.path if isinstance(source.path, str) else source.path[0]
     if given.startswith(BUNDLED):
         return given.removeprefix(BUNDLED)
     path = Path(given)
     name = path.name if "*" not in path.name else path.parent.name
-    return re.sub(r"(\.(jsonl|ndjson|json|parquet|txt|text|md|gz))+$", "", name) or "data"
+    return _plain(re.sub(r"(\.(jsonl|ndjson|json|parquet|txt|text|md|gz))+$", "", name)) or "data"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.+-]+", "_", name)
 
 
 def name_sources(sources: Sequence[SourceConfig], key: str) -> list[str]:
@@ -169,10 +173,14 @@ def open_source(
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
     name = source_name(source)
     folder = cache_folder(config) / f"{name}-{digest}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir: {folder} cannot be made ({error.strerror}); name another folder"
+        ) from None
     meta = folder / "meta.json"
     if stream:
-        if isinstance(reader, HubReader):
-            reader.open()  # an unknown name is told at once, by the rank that asked
         bos, eos = tokenizer.edges
         job = {
             "source": source.model_dump(),

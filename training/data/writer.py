@@ -132,7 +132,8 @@ def write_store(
     queue: deque[_Pending] = deque()
     encoder = Encoder(folder / "tokenizer" / "tokenizer.json", tokenizer.edges, workers)
     with encoder, open(folder / "blocks.jsonl", "ab") as log, bar:
-        log.truncate(offset)  # a line torn by a crash
+        if log.tell() > offset:
+            log.truncate(offset)  # a line torn by a crash
 
         def finish_first() -> None:
             pending = queue.popleft()

@@ -25,6 +25,7 @@ from tests.training.data.helpers import (
 )
 from training.data import DataConfig, DataError, SourceConfig, TrainData, build_data
 from training.data.loader import _Rows
+from training.data.sources import name_sources
 
 UNEQUAL = [" ".join(["7"] * (1 + i % 5) + [str(100 + i)]) for i in range(64)]
 """64 documents of 2 to 6 words; the last word is the sample's number."""
@@ -332,6 +333,37 @@ def test_files_of_no_bytes_and_no_files(tmp_path: Path) -> None:
     config = DataConfig(sources=[SourceConfig(path=str(tmp_path / "none/*.jsonl"))])
     with pytest.raises(DataError, match="no such file"):
         build_data(config, number_tokenizer(tmp_path / "tokenizer"), seed=0)
+
+
+def test_a_wrong_text_field_is_named_when_it_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "1 2 3"}\n' * 9)
+    config = DataConfig(
+        sources=[SourceConfig(path=str(path))], on_bad_line="skip", cache_dir=str(tmp_path / "c")
+    )
+    with pytest.raises(DataError, match=r"\(9 lines .* left out\).*a\.jsonl:1: no field 'text'"):
+        build_data(config, number_tokenizer(tmp_path / "tokenizer"), seed=0)
+
+
+def test_a_cache_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = write_jsonl(tmp_path / "a.jsonl", numbered(9))
+    config = DataConfig(sources=[SourceConfig(path=str(path))], cache_dir=str(tmp_path / "file/x"))
+    with pytest.raises(DataError, match=r"data\.cache_dir: .*file/x/a-.* cannot be made"):
+        build_data(config, number_tokenizer(tmp_path / "tokenizer"), seed=0)
+
+
+def test_names_are_taken_from_paths(tmp_path: Path) -> None:
+    given = {
+        "a/b c.jsonl.gz": "b_c",
+        "corpus/": "corpus",
+        "web/*.parquet": "web",
+        "bundled:moby-dick": "moby-dick",
+        "v1.5.txt": "v1.5",
+    }
+    sources = [SourceConfig(path=path) for path in given]
+    sources += [SourceConfig(hub="org/set", subset="en"), SourceConfig(path=["x.txt", "y.txt"])]
+    assert name_sources(sources, "data.sources") == [*given.values(), "set_en", "x"]
 
 
 def test_empty_documents_anywhere_do_no_harm(tmp_path: Path) -> None:

@@ -70,3 +70,9 @@ def test_changed_weights_count_from_where_they_change() -> None:
     assert after == {0: 10, 1: 30}
     assert other.rows == 140
     assert other.row == [60, 80], "rows of both go on where they were"
+
+
+def test_the_sequence_by_hand() -> None:
+    """Shares after 1, 2, 3, 4 rows are 1/4, 2/4, 3/4, 1 and 3/4, 6/4, 9/4, 3."""
+    walk = cursor([1, 3], [100, 100])
+    assert [walk.next()[0] for _ in range(8)] == [1, 0, 1, 1] * 2
