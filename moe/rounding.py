@@ -250,8 +250,8 @@ def dropped_pair_gradient(
 ) -> Tensor:
     """Return `y_TD` unchanged; in backward a dropped pair's gate gets <dy_t, m_e>.
 
-    The expert output of a dropped pair was never computed; the default vector m_e (a running mean of
-    the expert's outputs) stands for it, in the gradient alone (Default MoE, arXiv 2504.12463).
+    The expert output of a dropped pair was never computed; the default vector m_e (a running mean
+    of the expert's outputs) stands for it, in the gradient alone (Default MoE, arXiv 2504.12463).
 
     Args:
         y_TD: [T, D] output of the experts.

@@ -80,6 +80,24 @@ def merge_descending(a, b, N: tl.constexpr):
     return _half(v, 1, N)
 
 
+@triton.jit
+def top_of(v, M: tl.constexpr, N: tl.constexpr, EMPTY: tl.constexpr):
+    """The N largest, sorted, of a tuple of M int32 tensors; EMPTY fills where there are fewer."""
+    for part in tl.static_range((M + N - 1) // N):
+        some = ()
+        for i in tl.static_range(N):
+            if part * N + i < M:
+                some = some + (v[part * N + i],)
+            else:
+                some = some + (tl.full(v[0].shape, EMPTY, tl.int32),)
+        some = sort_descending(some, N)
+        if part == 0:
+            best = some
+        else:
+            best = merge_descending(best, some, N)
+    return best
+
+
 # `tl.reduce` wants its combine functions with one parameter per tensor.
 
 

@@ -9,6 +9,7 @@ implementation that will run, or into a ValueError.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from types import SimpleNamespace
@@ -124,6 +125,25 @@ def pick_backend(
             "on a CPU set TRITON_INTERPRET=1 before the import (slow, for tests) or use 'reference'"
         )
     return name
+
+
+def is_eager(*tensors: torch.Tensor | None) -> bool:
+    """Whether a launcher may be called directly, past the dispatcher.
+
+    An operator call costs tens of microseconds of Python, as much as a router's kernels take. It is
+    needed where something looks at operators: torch.compile, fake tensors, tensor subclasses,
+    dispatch modes (selective checkpointing, FLOP counters).
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device: make it the tensor's."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 @functools.cache

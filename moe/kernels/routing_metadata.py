@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import pick_backend
+from moe.kernels._grouped import define_op
+from moe.kernels._triton import INTERPRET, is_eager, on_device, pick_backend, tl, triton
 
 
 class RoutingMetadata(NamedTuple):
@@ -104,6 +105,352 @@ def tile_schedule_ref(offsets_E1: Tensor, tile_rows: int, max_rows: int) -> Tile
     )
 
 
+# ------------------------------------------------------------------------------------------ kernels
+# Counting sort over blocks of slots. Inside a block, 32 slots make one word: for every bit of the
+# expert ids a word holds that bit of 32 slots, so that "slots of this word with expert e" is an AND
+# over bit words, its population the count of e and its lower bits the stable rank. The cost per
+# slot grows with log2(E) * E / 32 instead of E.
+
+
+@triton.jit
+def _popcount(x, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        x = x - ((x >> 1) & 0x55555555)
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        x = x + (x >> 8)
+        return (x + (x >> 16)) & 0x3F
+
+
+@triton.jit
+def _word_bits(flag_G32, lane):
+    """int32 [G]: bit i of a word is flag i of 32."""
+    return tl.sum(tl.where(flag_G32, (1 << lane)[None, :], 0), axis=1).to(tl.int32)
+
+
+@triton.jit
+def _chunk(
+    expert, first, end, E: tl.constexpr, EP: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Slots first … first + 32 G - 1: id, whether it is an expert, rank in its word, counts."""
+    lane = tl.arange(0, 32)
+    slot = first + tl.arange(0, G)[:, None] * 32 + lane[None, :]
+    e = tl.load(expert + slot, mask=slot < end, other=-1).to(tl.int32)
+    ok = (e >= 0) & (e < E)
+    e = tl.where(ok, e, 0)
+    column = tl.arange(0, EP)[None, :]
+    some = _word_bits(ok, lane)
+    same = tl.broadcast_to(some[:, None], (G, 32))
+    word = tl.broadcast_to(some[:, None], (G, EP))
+    for b in tl.static_range(BITS):
+        plane = _word_bits(((e >> b) & 1) > 0, lane)[:, None]
+        same = same & ~(plane ^ -((e >> b) & 1))
+        word = word & ~(plane ^ -((column >> b) & 1))
+    rank = _popcount(same & ((1 << lane) - 1)[None, :], ASM)
+    return slot, e, ok, rank, _popcount(word, ASM)
+
+
+@triton.jit
+def _count_slots(
+    expert, begin, end, E: tl.constexpr, EP: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """int32 [EP]: slots of each expert between begin and end."""
+    counts = tl.zeros((EP,), dtype=tl.int32)
+    for first in range(begin, end, G * 32):
+        _, _, _, _, count = _chunk(expert, first, end, E, EP, BITS, G, ASM)
+        counts += tl.sum(count, axis=0).to(tl.int32)
+    return counts
+
+
+@triton.jit
+def _place_slots(
+    expert, token, row_S, slot_R, token_R, begin, end, base, per_token,
+    E: tl.constexpr, EP: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    HAS_TOKEN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of the slots between begin and end; base [EP] is each expert's next row."""
+    for first in range(begin, end, G * 32):
+        slot, e, ok, rank, count = _chunk(expert, first, end, E, EP, BITS, G, ASM)
+        before = tl.cumsum(count, axis=0).to(tl.int32) - count + base[None, :]
+        row = tl.gather(before, e, axis=1) + rank
+        tl.store(row_S + slot, tl.where(ok, row, -1), mask=slot < end)
+        if HAS_TOKEN:
+            t = tl.load(token + slot, mask=ok, other=0).to(tl.int32)
+        else:
+            t = slot // per_token
+        tl.store(slot_R + row, slot, mask=ok)
+        tl.store(token_R + row, t, mask=ok)
+        base += tl.sum(count, axis=0).to(tl.int32)
+
+
+@triton.jit
+def _clear_tail(slot_R, token_R, first, R, part, parts, BLOCK: tl.constexpr):
+    """Zero the rows from `first` on; part `part` of `parts`."""
+    for at in range(first + part * BLOCK, R, parts * BLOCK):
+        r = at + tl.arange(0, BLOCK)
+        zero = tl.zeros((BLOCK,), dtype=tl.int32)
+        tl.store(slot_R + r, zero, mask=r < R)
+        tl.store(token_R + r, zero, mask=r < R)
+
+
+@triton.jit
+def place_block(
+    expert, token, total, before, offsets, row_S, slot_R, token_R, begin, end, R, part, parts,
+    per_token, E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    HAS_TOKEN: tl.constexpr, HAS_BEFORE: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Rows of the slots begin … end - 1, block `part` of `parts`, from the `total` [EP] of every
+    expert and (HAS_BEFORE) the counts before each block."""
+    EP: tl.constexpr = 1 << BITS
+    column = tl.arange(0, EP)
+    base = tl.cumsum(total, axis=0).to(tl.int32) - total
+    rows = tl.sum(total, axis=0).to(tl.int32)
+    if part == 0:
+        tl.store(offsets + column, base, mask=column < E)
+        tl.store(offsets + E, rows)
+    if HAS_BEFORE:
+        base += tl.load(before + part * E + column, mask=column < E, other=0)
+    _place_slots(
+        expert, token, row_S, slot_R, token_R, begin, end, base, per_token,
+        E, EP, BITS, G, HAS_TOKEN, ASM,
+    )  # fmt: skip
+    if CLEAR:
+        _clear_tail(slot_R, token_R, rows, R, part, parts, 1024)
+
+
+@triton.jit
+def _count_kernel(
+    expert, work, S, block,
+    E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """work[b, :] = slots of each expert in block b."""
+    EP: tl.constexpr = 1 << BITS
+    b = tl.program_id(0)
+    counts = _count_slots(expert, b * block, tl.minimum(b * block + block, S), E, EP, BITS, G, ASM)
+    column = tl.arange(0, EP)
+    tl.store(work + b * E + column, counts, mask=column < E)
+
+
+@triton.jit
+def _finish_kernel(
+    work_counts, work_prob, work_odd, counts, prob_sum, odd, blocks,
+    E: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, PREFIX: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """Add up the partial results of all blocks, in block order; PREFIX: replace each block's counts
+    by those of the blocks before it."""
+    column = tl.program_id(0) * BE + tl.arange(0, BE)
+    total = tl.zeros((BE,), dtype=tl.int32)
+    prob = tl.zeros((BE,), dtype=tl.float32)
+    rows = tl.zeros((BB,), dtype=tl.int32)
+    for first in range(0, blocks, BB):
+        b = first + tl.arange(0, BB)
+        at = b[:, None] * E + column[None, :]
+        mask = (b < blocks)[:, None] & (column < E)[None, :]
+        count = tl.load(work_counts + at, mask=mask, other=0)
+        if PREFIX:
+            before = tl.cumsum(count, axis=0).to(tl.int32) - count + total[None, :]
+            tl.store(work_counts + at, before, mask=mask)
+        total += tl.sum(count, axis=0).to(tl.int32)
+        if STATS:
+            prob += tl.sum(tl.load(work_prob + at, mask=mask, other=0.0), axis=0)
+            rows += tl.load(work_odd + b, mask=b < blocks, other=0)
+    tl.store(counts + column, total, mask=column < E)
+    if STATS:
+        tl.store(prob_sum + column, prob, mask=column < E)
+        if tl.program_id(0) == 0:
+            tl.store(odd, tl.sum(rows, axis=0).to(tl.int32))
+
+
+@triton.jit
+def _place_kernel(
+    expert, token, counts, before, offsets, row_S, slot_R, token_R, S, R, block, per_token,
+    E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, HAS_TOKEN: tl.constexpr,
+    COUNT: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Rows of one block of slots. COUNT: the only program, which counts first."""
+    b = tl.program_id(0)
+    begin = b * block
+    end = tl.minimum(begin + block, S)
+    EP: tl.constexpr = 1 << BITS
+    column = tl.arange(0, EP)
+    if COUNT:
+        total = _count_slots(expert, begin, end, E, EP, BITS, G, ASM)
+    else:
+        total = tl.load(counts + column, mask=column < E, other=0)
+    place_block(
+        expert, token, total, before, offsets, row_S, slot_R, token_R, begin, end, R, b,
+        tl.num_programs(0), per_token, E, BITS, G, HAS_TOKEN, not COUNT, CLEAR, ASM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tiles_kernel(
+    offsets, expert_B, start_B, end_B, count, B, tile_rows,
+    E: tl.constexpr, EP: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, EP)
+    first = tl.load(offsets + column, mask=column < E, other=0)
+    last = tl.load(offsets + column + 1, mask=column < E, other=0)
+    tiles = (last - first + tile_rows - 1) // tile_rows
+    after = tl.cumsum(tiles, axis=0).to(tl.int32)
+    total = tl.sum(tiles, axis=0).to(tl.int32)
+    tile = tl.program_id(0) * BB + tl.arange(0, BB)
+    # the expert of a tile is the number of experts whose tiles all come before it
+    e = tl.sum((after[None, :] <= tile[:, None]).to(tl.int32), axis=1).to(tl.int32)
+    used = tile < total
+    mine = column[None, :] == e[:, None]
+    skipped = tl.sum(tl.where(mine, (after - tiles)[None, :], 0), axis=1).to(tl.int32)
+    low = tl.sum(tl.where(mine, first[None, :], 0), axis=1).to(tl.int32)
+    high = tl.sum(tl.where(mine, last[None, :], 0), axis=1).to(tl.int32)
+    start = low + (tile - skipped) * tile_rows
+    tl.store(expert_B + tile, tl.where(used, e, -1), mask=tile < B)
+    tl.store(start_B + tile, tl.where(used, start, 0), mask=tile < B)
+    tl.store(end_B + tile, tl.where(used, tl.minimum(start + tile_rows, high), 0), mask=tile < B)
+    if tl.program_id(0) == 0:
+        tl.store(count, total)
+
+
+# --------------------------------------------------------------------------------------- launchers
+
+
+def expert_bits(num_experts: int) -> int:
+    return max(num_experts - 1, 0).bit_length()
+
+
+def words_per_step(num_experts: int) -> int:
+    """Words of 32 slots a program handles at once: about 4096 (word, expert) counts."""
+    return max(1, min(64, 4096 // triton.next_power_of_2(num_experts)))
+
+
+def launch_finish(
+    work_counts: Tensor,
+    work_prob: Tensor | None,
+    work_odd: Tensor | None,
+    counts: Tensor,
+    prob_sum: Tensor | None,
+    odd: Tensor | None,
+    *,
+    prefix: bool,
+) -> None:
+    """Sum the blocks' partial counts [blocks, E] (and statistics); see `_finish_kernel`."""
+    blocks, E = work_counts.shape
+    stats = work_prob is not None
+    be = min(16, triton.next_power_of_2(E))
+    unused = counts
+    _finish_kernel[(triton.cdiv(E, be),)](
+        work_counts, work_prob if stats else unused, work_odd if stats else unused,
+        counts, prob_sum if stats else unused, odd if stats else unused, blocks,
+        E=E, BE=be, BB=min(128, triton.next_power_of_2(blocks)), PREFIX=prefix, STATS=stats,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def launch_place(
+    meta: RoutingMetadata,
+    expert_S: Tensor,
+    per_token: int,
+    token_S: Tensor | None,
+    counts: Tensor | None,
+    before: Tensor | None,
+    block: int,
+    *,
+    clear: bool,
+) -> None:
+    """Fill `meta`, given all counts [E] and those before each block of slots [blocks, E]; with None
+    one program counts first. `clear`: rows after the last real one may exist."""
+    S, R, E = expert_S.numel(), meta.token_R.numel(), meta.offsets_E1.numel() - 1
+    _place_kernel[(1 if before is None else before.shape[0],)](
+        expert_S, expert_S if token_S is None else token_S,
+        meta.offsets_E1 if counts is None else counts,
+        meta.offsets_E1 if before is None else before,
+        *meta, S, R, block, per_token, E=E, BITS=expert_bits(E), G=words_per_step(E),
+        HAS_TOKEN=token_S is not None, COUNT=before is None, CLEAR=clear, ASM=not INTERPRET,
+        num_warps=4,
+    )  # fmt: skip
+
+
+# A single program sorts up to this many slots: below, a second and third launch cost more.
+_ONE_PROGRAM_SLOTS = 4096
+
+
+def _routing_metadata_triton(
+    expert_S: Tensor,
+    num_experts: int,
+    slots_per_token: int | None,
+    token_S: Tensor | None,
+    max_rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    S, E = expert_S.numel(), num_experts
+    ints = {"dtype": torch.int32, "device": expert_S.device}
+    meta = RoutingMetadata(
+        torch.empty(E + 1, **ints),
+        torch.empty(S, **ints),
+        torch.empty(max_rows, **ints),
+        torch.empty(max_rows, **ints),
+    )
+    expert_S = expert_S.reshape(-1).contiguous()
+    token_S = None if token_S is None else token_S.contiguous()
+    per_token = slots_per_token or 1
+    with on_device(expert_S):
+        if S <= _ONE_PROGRAM_SLOTS:
+            launch_place(meta, expert_S, per_token, token_S, None, None, max(S, 1), clear=True)
+            return tuple(meta)
+        step = 32 * words_per_step(E)
+        block = step * max(1, min(8, S // (512 * step)))
+        work = torch.empty(triton.cdiv(S, block), E, **ints)
+        counts = torch.empty(E, **ints)
+        _count_kernel[(work.shape[0],)](
+            expert_S, work, S, block, E=E, BITS=expert_bits(E), G=words_per_step(E),
+            ASM=not INTERPRET, num_warps=4,
+        )  # fmt: skip
+        launch_finish(work, None, None, counts, None, None, prefix=True)
+        launch_place(meta, expert_S, per_token, token_S, counts, work, block, clear=True)
+    return tuple(meta)
+
+
+def _tile_schedule_triton(
+    offsets_E1: Tensor, tile_rows: int, max_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    E = offsets_E1.numel() - 1
+    B = max_tiles(E, tile_rows, max_rows)
+    ints = {"dtype": torch.int32, "device": offsets_E1.device}
+    out = (*(torch.empty(B, **ints) for _ in range(3)), torch.empty((), **ints))
+    ep = triton.next_power_of_2(E)
+    bb = max(1, min(256, 8192 // ep))
+    with on_device(offsets_E1):
+        _tiles_kernel[(max(1, triton.cdiv(B, bb)),)](
+            offsets_E1.contiguous(), *out, B, tile_rows, E=E, EP=ep, BB=bb, num_warps=4
+        )
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- ops
+
+_metadata_op = define_op(
+    "routing_metadata(Tensor expert_S, int num_experts, int? slots_per_token, Tensor? token_S, "
+    "int max_rows) -> (Tensor, Tensor, Tensor, Tensor)",
+    _routing_metadata_triton,
+    lambda expert_S, num_experts, slots_per_token, token_S, max_rows: tuple(
+        expert_S.new_empty(n, dtype=torch.int32)
+        for n in (num_experts + 1, expert_S.numel(), max_rows, max_rows)
+    ),
+)
+_tiles_op = define_op(
+    "tile_schedule(Tensor offsets_E1, int tile_rows, int max_rows) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _tile_schedule_triton,
+    lambda offsets_E1, tile_rows, max_rows: tuple(
+        offsets_E1.new_empty(shape, dtype=torch.int32)
+        for shape in (*[(max_tiles(offsets_E1.numel() - 1, tile_rows, max_rows),)] * 3, ())
+    ),
+)
+
 # ------------------------------------------------------------------------------------------- public
 
 
@@ -151,8 +498,12 @@ def routing_metadata(
     if slot_offsets_T1 is not None:
         slot = torch.arange(S, dtype=slot_offsets_T1.dtype, device=expert_S.device)
         token_S = torch.searchsorted(slot_offsets_T1, slot, right=True) - 1
-    pick_backend(backend, expert_S, available=("reference",))
-    return routing_metadata_ref(expert_S, num_experts, slots_per_token, token_S, max_rows)
+    args = (expert_S, num_experts, slots_per_token, token_S, S if max_rows is None else max_rows)
+    if pick_backend(backend, expert_S) == "reference":
+        return routing_metadata_ref(*args)
+    return RoutingMetadata(
+        *(_routing_metadata_triton if is_eager(expert_S) else _metadata_op)(*args)
+    )
 
 
 def tile_schedule(
@@ -170,5 +521,7 @@ def tile_schedule(
         raise ValueError(f"tile_rows={tile_rows} must be at least 1")
     if max_rows < 0:
         raise ValueError(f"max_rows={max_rows} must not be negative")
-    pick_backend(backend, offsets_E1, available=("reference",))
-    return tile_schedule_ref(offsets_E1, tile_rows, max_rows)
+    if pick_backend(backend, offsets_E1) == "reference":
+        return tile_schedule_ref(offsets_E1, tile_rows, max_rows)
+    run = _tile_schedule_triton if is_eager(offsets_E1) else _tiles_op
+    return TileSchedule(*run(offsets_E1, tile_rows, max_rows))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels.topk_gating import NEG_INF, _scores
+from moe.kernels.topk_gating import NEG_INF, _scores, sanitised
 
 VARIANTS = (
     "nearest",
@@ -125,8 +125,7 @@ def target_counts_ref(
 
 def rank_key_ref(logits_TE: Tensor, lse_T: Tensor, score: str) -> Tensor:
     """What stands for the score when an expert ranks tokens: same order, no exponential."""
-    largest = torch.finfo(lse_T.dtype).max
-    z_TE = torch.nan_to_num(logits_TE.to(lse_T.dtype), NEG_INF, largest, NEG_INF)
+    z_TE = sanitised(logits_TE.to(lse_T.dtype))
     return (z_TE - lse_T[:, None] if score == "softmax" else z_TE) + 0.0
 
 
@@ -137,7 +136,7 @@ def weights_ref(logits_TE: Tensor, score: str, norm: str) -> Tensor:
     1 over E unless norm is "none". Masked experts and rows without a usable expert have weight 0.
     """
     dtype = torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
-    z_TE = torch.nan_to_num(logits_TE.to(dtype), NEG_INF, torch.finfo(dtype).max, NEG_INF)
+    z_TE = sanitised(logits_TE.to(dtype))
     live_TE = z_TE > NEG_INF
     zero = z_TE.new_zeros(())
     if score == "softmax" or norm == "softmax_topk":

@@ -22,6 +22,8 @@ or probability is ever NaN, and `nonfinite` counts the rows that held a NaN or +
 usable experts.
 """
 
+# ruff: noqa: RUF005, SIM109 -- Triton's compiler takes neither (*a, b) nor `x in (a, b)`
+
 from __future__ import annotations
 
 import math
@@ -30,7 +32,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import pick_backend
+from moe.kernels._grouped import define_op
+from moe.kernels._networks import largest, merge_descending, sort_descending, stack, top_of
+from moe.kernels._triton import INTERPRET, is_eager, on_device, pick_backend, tl, triton
+from moe.kernels.routing_metadata import (
+    RoutingMetadata,
+    expert_bits,
+    launch_finish,
+    launch_place,
+    place_block,
+    routing_metadata_ref,
+    words_per_step,
+)
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "identity")
 NORMS = ("topk_sum", "none", "softmax_topk")
@@ -52,6 +65,14 @@ class Gating(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------- reference
+
+
+def sanitised(raw: Tensor) -> Tensor:
+    """NaN → -inf, +inf → the largest finite number. What is replaced gets no gradient, not even the
+    0 * NaN that `nan_to_num` would pass back."""
+    largest = torch.finfo(raw.dtype).max
+    fixed = torch.nan_to_num(raw.detach(), nan=NEG_INF, posinf=largest, neginf=NEG_INF)
+    return torch.where(raw.isfinite(), raw, fixed)
 
 
 def _scores(z_TE: Tensor, score: str) -> Tensor:
@@ -103,10 +124,9 @@ def topk_gating_ref(
     """Plain torch version of `topk_gating`: any device, float64 too, ordinary autograd."""
     T, E = logits_TE.shape
     dtype = torch.float64 if logits_TE.dtype == torch.float64 else torch.float32
-    largest = torch.finfo(dtype).max
     raw_TE = logits_TE.to(dtype)
     bad_T = (raw_TE.isnan() | (raw_TE == math.inf)).any(dim=1)
-    z_TE = torch.nan_to_num(raw_TE, nan=NEG_INF, posinf=largest, neginf=NEG_INF)
+    z_TE = sanitised(raw_TE)
     live_TE = z_TE > NEG_INF
     if valid_T is None:
         valid_T = torch.ones(T, dtype=torch.bool, device=logits_TE.device)
@@ -123,7 +143,7 @@ def topk_gating_ref(
 
     with torch.no_grad():
         biased_TE = score_TE if bias_E is None else score_TE + bias_E.to(dtype)
-        biased_TE = torch.nan_to_num(biased_TE, nan=NEG_INF, posinf=largest, neginf=NEG_INF)
+        biased_TE = sanitised(biased_TE)
         biased_TE = biased_TE.masked_fill(~live_TE, NEG_INF)
         key_TE = biased_TE if bias_E is not None else z_TE
         pick_TK, usable_TK = _select(key_TE, biased_TE, k, groups, groups_kept, group_top)
@@ -156,6 +176,891 @@ def topk_gating_ref(
 
     expert_TK = torch.where(valid_T[:, None], pick_TK, -1).to(torch.int32)
     return Gating(expert_TK, gate_TK, lse_T, counts_E, prob_sum_E, nonfinite)
+
+
+# ------------------------------------------------------------------------------------------ kernels
+# Scores and norms as integers, because a kernel compares constants, not strings.
+_SCORE = {name: i for i, name in enumerate(SCORES)}
+_NORM = {name: i for i, name in enumerate(NORMS)}
+_SOFTMAX, _SIGMOID, _SQRTSOFTPLUS, _IDENTITY = (tl.constexpr(i) for i in range(4))
+_TOPK_SUM, _NONE, _SOFTMAX_TOPK = (tl.constexpr(i) for i in range(3))
+_FLT_MAX = tl.constexpr(3.4028234663852886e38)
+_NEG_INF = tl.constexpr(float("-inf"))
+_GROUP_FLOOR = tl.constexpr(GROUP_FLOOR)
+_NEG_INF_KEY = tl.constexpr(-2139095041)  # _ordered(-inf)
+_EMPTY_KEY = tl.constexpr(-2147483648)  # below every key
+
+
+@triton.jit
+def _ordered(x):
+    """float32 → int32 of the same order (-0 must have been turned into +0); its own inverse."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unordered(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _log1p(u):
+    """log(1 + u) for u in [0, 1] to full relative precision (Kahan): Triton has no log1p."""
+    w = 1.0 + u
+    return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def _elementwise_score(z, SCORE: tl.constexpr):
+    """sigmoid, sqrtsoftplus or identity of sanitised logits; 0 for -inf."""
+    if SCORE == _SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-z))
+    elif SCORE == _SQRTSOFTPLUS:
+        softplus = tl.maximum(z, 0.0) + _log1p(tl.exp(-tl.abs(z)))
+        return tl.where(z < -20.0, tl.exp(0.5 * z), tl.sqrt(softplus))
+    else:
+        return tl.where(z > _NEG_INF, z, 0.0)
+
+
+@triton.jit
+def _kept_groups(
+    biased,
+    BT: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    EGP: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOP: tl.constexpr,
+):
+    """bool [BT, GP * EGP]: columns of the groups that may be chosen from."""
+    member = tl.reshape(tl.maximum(biased, _GROUP_FLOOR), (BT, GP, EGP))
+    place = tl.arange(0, EGP)[None, None, :]
+    total = tl.max(member, axis=2)
+    best = total
+    for _ in tl.static_range(1, TOP):
+        first = tl.min(tl.where(member == best[:, :, None], place, EGP), axis=2)
+        member = tl.where(place == first[:, :, None], -_FLT_MAX, member)
+        best = tl.max(member, axis=2)
+        total += best
+    group = tl.arange(0, GP)[None, :]
+    key = tl.where(group < G, _ordered(total + 0.0), _EMPTY_KEY)
+    keep = tl.zeros((BT, GP), dtype=tl.int32)
+    for _ in range(KEPT):
+        first = tl.min(tl.where(key == tl.max(key, axis=1)[:, None], group, GP), axis=1)
+        hit = group == first[:, None]
+        keep = tl.where(hit, 1, keep)
+        key = tl.where(hit, _EMPTY_KEY, key)
+    keep = tl.broadcast_to(keep[:, :, None], (BT, GP, EGP))
+    return tl.reshape(keep, (BT, GP * EGP)) > 0
+
+
+@triton.jit
+def _gates(
+    sel_z, ok, shift, inverse, scale, SCORE: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr
+):
+    """Gates [BT, KP] of the selected logits. The row's softmax is e^(z - shift) times, if TWO,
+    `inverse`."""
+    if (NORM == _SOFTMAX_TOPK) or ((NORM == _TOPK_SUM) and (SCORE == _SOFTMAX)):
+        top = tl.max(tl.where(ok, sel_z, _NEG_INF), axis=1)
+        top = tl.where(top > _NEG_INF, top, 0.0)
+        gate = tl.where(ok, tl.exp(sel_z - top[:, None]), 0.0)
+        total = tl.sum(gate, axis=1)
+        gate = gate / tl.where(total > 0.0, total, 1.0)[:, None]
+    else:
+        if SCORE == _SOFTMAX:
+            gate = tl.exp(sel_z - shift[:, None])
+            if TWO:
+                gate = gate * inverse[:, None]
+        else:
+            gate = _elementwise_score(sel_z, SCORE)
+        gate = tl.where(ok, gate, 0.0)
+        if NORM == _TOPK_SUM:
+            gate = gate / (tl.sum(gate, axis=1) + 1e-20)[:, None]
+    return gate * scale
+
+
+@triton.jit
+def _exact_tile(
+    logits,
+    bias,
+    valid,
+    expert,
+    gate,
+    lse,
+    first_row,
+    end_row,
+    stride_t,
+    stride_e,
+    scale,
+    rounds,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    EGP: tl.constexpr,
+    EB: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOP: tl.constexpr,
+    SCORE: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    BT: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    """Route BT rows by K rounds of arg-max, any input and any form; groups padded to EGP columns.
+
+    Returns counts [EB], probability sums [EP] (by padded column) and the number of rows that needed
+    the non-finite policy. SECOND: the rows' probabilities are in already, unless their `lse` is not
+    finite.
+    """
+    EP: tl.constexpr = GP * EGP
+    EG: tl.constexpr = E // G
+    place = tl.arange(0, EP)
+    if GP == 1:
+        column = place
+        real = place < E
+    else:
+        column = (place // EGP) * EG + place % EGP
+        real = (place % EGP < EG) & (place // EGP < G)
+    row = first_row + tl.arange(0, BT)
+    inside = row < end_row
+    row = row.to(tl.int64)
+    at = logits + row[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
+    raw = tl.load(at, mask=inside[:, None] & real[None, :], other=_NEG_INF).to(tl.float32)
+    use = inside
+    if HAS_VALID:
+        use = use & (tl.load(valid + row, mask=inside, other=0) != 0)
+    # The comparison is explicit: what max and min do with NaN differs between compilers.
+    strange = (raw != raw) | (raw == float("inf"))
+    z = tl.where(raw != raw, _NEG_INF, tl.minimum(raw, _FLT_MAX)) + 0.0
+    live = z > _NEG_INF
+    shift = tl.max(z, axis=1)
+    some = shift > _NEG_INF
+    shift = tl.where(some, shift, 0.0)
+    exps = tl.exp(z - shift[:, None])
+    total = tl.where(some, tl.sum(exps, axis=1), 1.0)
+    inverse = 1.0 / total
+    counted = use & some
+    if SECOND:
+        before = tl.load(lse + row, mask=inside, other=0.0)
+        counted = counted & ((tl.abs(before) < float("inf")) == 0)
+        tl.debug_barrier()
+    tl.store(lse + row, tl.where(use & some, shift + tl.log(total), 0.0), mask=inside)
+    score = z
+    if SCORE == _SOFTMAX:
+        score = exps * inverse[:, None]
+        prob = score
+    elif SCORE == _SIGMOID or SCORE == _SQRTSOFTPLUS:
+        score = _elementwise_score(z, SCORE)
+        prob = score / (tl.sum(score, axis=1) + 1e-20)[:, None]
+    else:
+        prob = exps * inverse[:, None]
+    prob_sum = tl.sum(tl.where(counted[:, None], prob, 0.0), axis=0)
+
+    key = z
+    if HAS_BIAS or KEPT < G:
+        biased = score
+        if HAS_BIAS:
+            biased = score + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
+            biased = tl.where(biased != biased, _NEG_INF, tl.minimum(biased, _FLT_MAX))
+            biased = tl.where(live, biased, _NEG_INF)
+            key = biased
+        else:
+            biased = tl.where(live, biased, _NEG_INF)
+        if KEPT < G:
+            key = tl.where(_kept_groups(biased, BT, G, GP, EGP, KEPT, TOP), key, _NEG_INF)
+    key = tl.where(real[None, :], _ordered(key + 0.0), _EMPTY_KEY)
+
+    slot = tl.arange(0, KP)[None, :]
+    sel_z = tl.full((BT, KP), _NEG_INF, dtype=tl.float32)
+    sel_id = tl.zeros((BT, KP), dtype=tl.int32)
+    for k in range(rounds):
+        best = tl.max(key, axis=1)
+        pick = tl.min(tl.where(key == best[:, None], place[None, :], EP), axis=1)
+        hit = place[None, :] == pick[:, None]
+        if HAS_BIAS or KEPT < G:
+            picked = tl.sum(tl.where(hit, z, 0.0), axis=1)
+            picked = tl.where(best > _NEG_INF_KEY, picked, _NEG_INF)
+        else:
+            picked = _unordered(best)
+        if GP != 1:
+            pick = (pick // EGP) * EG + pick % EGP
+        sel_z = tl.where(slot == k, picked[:, None], sel_z)
+        sel_id = tl.where(slot == k, pick[:, None], sel_id)
+        key = tl.where(hit, _EMPTY_KEY, key)
+
+    ok = sel_z > _NEG_INF
+    gates = _gates(sel_z, ok, shift, inverse, scale, SCORE, NORM, True)
+    out = row[:, None] * K + slot
+    mask = inside[:, None] & (slot < K)
+    tl.store(gate + out, tl.where(use[:, None], gates, 0.0), mask=mask)
+    tl.store(expert + out, tl.where(use[:, None], sel_id, -1), mask=mask)
+    chosen = tl.reshape(use[:, None] & (slot < K), (BT * KP,))
+    counts = tl.histogram(tl.reshape(sel_id, (BT * KP,)), EB, mask=chosen)
+    short = tl.sum(ok.to(tl.int32), axis=1) < K
+    odd = use & (short | (tl.max(strange.to(tl.int32), axis=1) > 0))
+    return counts, prob_sum, tl.sum(odd.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _exp_below(x, shift, ASM: tl.constexpr):
+    """e^(x - shift); on the GPU two instructions, which flush results below 2^-126 to zero."""
+    if ASM:
+        power = x * 1.4426950408889634 - shift * 1.4426950408889634
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp(x - shift)
+
+
+@triton.jit
+def _key_value(z, lse, b, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """What the selection compares, from logits and (if any) their experts' bias; -inf if masked."""
+    if HAS_BIAS:
+        if SCORE == _SOFTMAX:
+            c = tl.exp(z - lse) + b
+        else:
+            c = _elementwise_score(z, SCORE) + b
+        return tl.where((z > _NEG_INF) & (c == c), c, _NEG_INF)
+    else:
+        return z
+
+
+@triton.jit
+def _bucket_keys(
+    values, lane, BUCKETS: tl.constexpr, LANES: tl.constexpr, N: tl.constexpr, J: tl.constexpr
+):
+    """Tuple of N sortable keys [BT, LANES]: maxima of buckets, bucket number in the low bits."""
+    keys = ()
+    for n in tl.static_range(N):
+        best = values[n * J]
+        for j in tl.static_range(1, J):
+            best = tl.maximum(best, values[n * J + j])
+        best = tl.max(best, axis=2)
+        key = _ordered(best + 0.0) & -BUCKETS
+        keys = keys + (key | (BUCKETS - 1 - n * LANES - lane)[None, :],)
+    return keys
+
+
+@triton.jit
+def _stage_one(
+    logits, bias, row, use, stride_t, prob,
+    E: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BUCKETS: tl.constexpr,
+    LANES: tl.constexpr, N: tl.constexpr, J: tl.constexpr, SCORE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Read BT whole rows: their best K buckets, their softmax, their probabilities into `prob`.
+
+    LANES neighbouring threads share a row; each has N buckets of J vectors of 4 columns. Returns L
+    sorted bucket keys, logsumexp, whether more than K buckets could be among the best K when the
+    low bits of the maxima, which the bucket number replaces, are ignored, and prob.
+    """
+    W: tl.constexpr = 4 * LANES
+    lane = tl.arange(0, LANES)
+    column = lane[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    at = (logits + row * stride_t)[:, None, None] + column
+    xs = ()
+    for i in tl.static_range(N * J):
+        mask = use[:, None, None]
+        if (i + 1) * W > E:
+            mask = mask & (i * W + column < E)
+        xs = xs + (tl.load(at + i * W, mask=mask, other=_NEG_INF).to(tl.float32),)
+    # Without a bias buckets are compared by logits, and the best of them, but for its low bits,
+    # serves as the softmax's shift.
+    if HAS_BIAS:
+        best = xs[0]
+        for i in tl.static_range(1, N * J):
+            best = tl.maximum(best, xs[i])
+        shift = tl.max(tl.max(best, axis=2), axis=1)
+    else:
+        keys = _bucket_keys(xs, lane, BUCKETS, LANES, N, J)
+        top = largest(top_of(keys, N, L, _EMPTY_KEY), 1, L)
+        shift = _unordered(top[0] & -BUCKETS)
+    scores = ()
+    part = xs[0]
+    for i in tl.static_range(N * J):
+        e = _exp_below(xs[i], shift[:, None, None], ASM)
+        if i == 0:
+            part = e
+        else:
+            part += e
+        scores = scores + (e,)
+    total = tl.sum(tl.sum(part, axis=2), axis=1)
+    lse = shift + tl.log(total)
+    norm = 1.0 / total
+    if SCORE == _SIGMOID or SCORE == _SQRTSOFTPLUS:
+        scores = ()
+        for i in tl.static_range(N * J):
+            s = _elementwise_score(xs[i], SCORE)
+            if i == 0:
+                part = s
+            else:
+                part += s
+            scores = scores + (s,)
+        norm = 1.0 / (tl.sum(tl.sum(part, axis=2), axis=1) + 1e-20)
+    if HAS_BIAS:
+        values = ()
+        for i in tl.static_range(N * J):
+            b = tl.load(bias + i * W + column, mask=i * W + column < E, other=0.0).to(tl.float32)
+            values = values + (_key_value(xs[i], lse[:, None, None], b, SCORE, True),)
+        keys = _bucket_keys(values, lane, BUCKETS, LANES, N, J)
+        top = largest(top_of(keys, N, L, _EMPTY_KEY), 1, L)
+    level = (top[K - 1] & -BUCKETS)[:, None]
+    found = (keys[0] >= level).to(tl.int32)
+    for n in tl.static_range(1, N):
+        found += (keys[n] >= level).to(tl.int32)
+    crowded = tl.sum(found, axis=1).to(tl.int32) > K
+    # the probabilities of rows whose softmax is not finite are left to `_exact_tile`
+    sound = (use & (tl.abs(lse) < float("inf")))[:, None, None]
+    added = ()
+    for i in tl.static_range(N * J):
+        p = scores[i] * norm[:, None, None]
+        added = added + (prob[i] + tl.where(sound, p, 0.0),)
+    return top, lse, crowded, added
+
+
+@triton.jit
+def _columns(v):
+    """[B, 4] → tuple of its four columns [B]."""
+    even, odd = tl.split(tl.reshape(v, (v.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _swap(v, swaps, FIRST: tl.constexpr, K: tl.constexpr):
+    """Exchange v[i] and v[i + 1] where swaps[i], for i = FIRST, FIRST + 2, …"""
+    out = ()
+    for i in tl.static_range(K):
+        if (i >= FIRST) and ((i - FIRST) % 2 == 0) and (i + 1 < K):
+            out = out + (tl.where(swaps[i], v[i + 1], v[i]),)
+        elif (i > FIRST) and ((i - FIRST) % 2 == 1):
+            out = out + (tl.where(swaps[i - 1], v[i - 1], v[i]),)
+        else:
+            out = out + (v[i],)
+    return out
+
+
+@triton.jit
+def _behind(value, column, K: tl.constexpr):
+    """Tuple: whether entry i belongs behind entry i + 1 in (value descending, column ascending)."""
+    out = ()
+    for i in tl.static_range(K - 1):
+        out = out + (
+            (value[i] < value[i + 1]) | ((value[i] == value[i + 1]) & (column[i] > column[i + 1])),
+        )
+    return out
+
+
+@triton.jit
+def _stage_two(
+    logits, bias, row, use, stride_t, buckets, lse,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BUCKETS: tl.constexpr,
+    LANES: tl.constexpr, J: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The best K elements of the K `buckets` of every row, one thread a row.
+
+    Returns tuples of K columns and logits in order, and whether that order, or the cut after the
+    K-th, could not be told (or the K-th is masked: such rows follow the non-finite policy).
+    """
+    W: tl.constexpr = 4 * LANES
+    base = logits + row * stride_t
+    four = tl.arange(0, 4)[None, :]
+    tiles = ()
+    for k in tl.static_range(K):
+        bucket = BUCKETS - 1 - (buckets[k] & (BUCKETS - 1))
+        for j in tl.static_range(J):
+            c = (((bucket // LANES) * J + j) * W + (bucket % LANES) * 4)[:, None] + four
+            mask = use[:, None] & (c < E)
+            z = tl.load(base[:, None] + c, mask=mask, other=_NEG_INF).to(tl.float32)
+            b = z
+            if HAS_BIAS:
+                b = tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
+            v = _key_value(z, lse[:, None], b, SCORE, HAS_BIAS)
+            tiles = tiles + (_columns((_ordered(v + 0.0) & -EP) | (EP - 1 - c)),)
+    for i in tl.static_range(4 * J):
+        keys = ()
+        for k in tl.static_range(K):
+            keys = keys + (tiles[k * J + i // 4][i % 4],)
+        for _ in tl.static_range(L - K):
+            keys = keys + (tl.full(keys[0].shape, _EMPTY_KEY, tl.int32),)
+        keys = sort_descending(keys, L)
+        if i == 0:
+            best = keys
+        else:
+            best = merge_descending(best, keys, L)
+    level = best[K - 1] & -EP
+    found = level * 0
+    for i in tl.static_range(K * J):
+        for part in tl.static_range(4):
+            found += (tiles[i][part] >= level).to(tl.int32)
+    flag = found > K
+
+    # Keys that agree in all but the low bits may stand in the wrong order: one pass of exchanges of
+    # neighbours by the exact values, then a check.
+    columns = ()
+    zs = ()
+    values = ()
+    for k in tl.static_range(K):
+        c = EP - 1 - (best[k] & (EP - 1))
+        mask = use & (c < E)
+        z = tl.load(base + c, mask=mask, other=_NEG_INF).to(tl.float32) + 0.0
+        b = z
+        if HAS_BIAS:
+            b = tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
+        columns = columns + (c,)
+        zs = zs + (z,)
+        values = values + (_key_value(z, lse, b, SCORE, HAS_BIAS),)
+    for first in tl.static_range(2):
+        swaps = _behind(values, columns, K)
+        columns = _swap(columns, swaps, first, K)
+        zs = _swap(zs, swaps, first, K)
+        values = _swap(values, swaps, first, K)
+    swaps = _behind(values, columns, K)
+    for k in tl.static_range(K - 1):
+        flag = flag | swaps[k]
+    return columns, zs, flag | ((values[K - 1] > _NEG_INF) == 0)
+
+
+@triton.jit
+def _gating_kernel(
+    logits, bias, valid, expert, gate, lse, work_counts, work_prob, work_odd, offsets, row_S,
+    slot_R, token_R, T, block, stride_t, stride_e, scale, rounds,
+    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, EGP: tl.constexpr, EB: tl.constexpr, KEPT: tl.constexpr, TOP: tl.constexpr,
+    SCORE: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_VALID: tl.constexpr,
+    BX: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr, L: tl.constexpr, BUCKETS: tl.constexpr,
+    LANES: tl.constexpr, N: tl.constexpr, J: tl.constexpr, META: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Route one block of tokens; its counts, probability sums and number of rows that needed the
+    non-finite policy go to its row of the work arrays. META: the only program, which goes on to
+    make the routing metadata.
+
+    L == 0: `_exact_tile`, any form. L > 0: top-K in two stages, exact or flagged. A row is cut into
+    BUCKETS buckets of 4 J columns; the K best elements lie in the K buckets with the best maxima,
+    so stage one finds those, and stage two the best K of their 4 J K elements. Both use sorting
+    networks on 32-bit keys whose low bits hold the bucket or the column instead of the value's
+    lowest bits. That is the certificate: where the cut falls between keys that agree in all other
+    bits, the tile is flagged and `_exact_tile` chooses again. So it is for NaN, for masked experts
+    among the best K, and for values so large that the approximate shift overflows the softmax.
+    """
+    EP: tl.constexpr = GP * EGP
+    begin = tl.program_id(0) * block
+    end = tl.minimum(begin + block, T)
+    place = tl.arange(0, EP)
+    bin = tl.arange(0, EB)
+    counts = tl.zeros((EB,), dtype=tl.int32)
+    prob_sum = tl.zeros((EP,), dtype=tl.float32)
+    odd = tl.program_id(0) * 0
+    prob_at = work_prob + tl.program_id(0) * E
+    counts_at = work_counts + tl.program_id(0) * E
+    if L == 0:
+        for first_row in range(begin, end, BX):
+            c, p, o = _exact_tile(
+                logits, bias, valid, expert, gate, lse, first_row, end, stride_t, stride_e, scale,
+                rounds, E, K, KP, G, GP, EGP, EB, KEPT, TOP, SCORE, NORM, HAS_BIAS, HAS_VALID, BX,
+                False,
+            )  # fmt: skip
+            counts += c
+            prob_sum += p
+            odd += o
+        if GP == 1:
+            column = place
+            real = place < E
+        else:
+            column = (place // EGP) * (E // G) + place % EGP
+            real = (place % EGP < E // G) & (place // EGP < G)
+        tl.store(prob_at + column, prob_sum, mask=real)
+    else:
+        prob = ()
+        for _ in tl.static_range(N * J):
+            prob = prob + (tl.zeros((BT, LANES, 4), dtype=tl.float32),)
+        for first_row in range(begin, end, BT * SUB):
+            last_row = tl.minimum(first_row + BT * SUB, end)
+            slot = tl.arange(0, L)[None, :]
+            for some_row in range(first_row, last_row, BT):
+                row = some_row + tl.arange(0, BT)
+                inside = row < end
+                row = row.to(tl.int64)
+                use = inside
+                if HAS_VALID:
+                    use = use & (tl.load(valid + row, mask=inside, other=0) != 0)
+                top, z_lse, crowded, prob = _stage_one(
+                    logits, bias, row, use, stride_t, prob,
+                    E, K, L, BUCKETS, LANES, N, J, SCORE, HAS_BIAS, ASM,
+                )  # fmt: skip
+                # stage two has other rows in a thread: bucket numbers and lse go through memory
+                buckets = tl.where(crowded[:, None], -1, stack(top, L) & (BUCKETS - 1))
+                at = row[:, None] * K + slot
+                tl.store(expert + at, buckets, mask=inside[:, None] & (slot < K))
+                tl.store(lse + row, tl.where(use, z_lse, 0.0), mask=inside)
+            tl.debug_barrier()
+            row = first_row + tl.arange(0, BT * SUB)
+            inside = row < end
+            row = row.to(tl.int64)
+            use = inside
+            if HAS_VALID:
+                use = use & (tl.load(valid + row, mask=inside, other=0) != 0)
+            z_lse = tl.load(lse + row, mask=inside, other=0.0)
+            buckets = ()
+            for k in tl.static_range(K):
+                buckets = buckets + (tl.load(expert + row * K + k, mask=inside, other=0),)
+            columns, zs, unclear = _stage_two(
+                logits, bias, row, use, stride_t, buckets, z_lse,
+                E, EP, K, L, BUCKETS, LANES, J, SCORE, HAS_BIAS,
+            )  # fmt: skip
+            flag = use & (unclear | (buckets[0] < 0) | ((tl.abs(z_lse) < float("inf")) == 0))
+            tl.debug_barrier()  # all have read what is now overwritten
+            if tl.max(flag.to(tl.int32), axis=0) > 0:
+                for some_row in range(first_row, last_row, BX):
+                    c, p, o = _exact_tile(
+                        logits, bias, valid, expert, gate, lse, some_row, end, stride_t, stride_e,
+                        scale, rounds, E, K, KP, G, GP, EGP, EB, KEPT, TOP, SCORE, NORM, HAS_BIAS,
+                        HAS_VALID, BX, True,
+                    )  # fmt: skip
+                    counts += c
+                    prob_sum += p
+                    odd += o
+            else:
+                for _ in tl.static_range(L - K):
+                    columns = columns + (columns[0],)
+                    zs = zs + (zs[0],)
+                ids = stack(columns, L)
+                gates = _gates(stack(zs, L), slot < K, z_lse, z_lse, scale, SCORE, NORM, False)
+                at = row[:, None] * K + slot
+                mask = inside[:, None] & (slot < K)
+                tl.store(expert + at, tl.where(use[:, None], ids, -1), mask=mask)
+                tl.store(gate + at, tl.where(use[:, None], gates, 0.0), mask=mask)
+                counted = tl.reshape(use[:, None] & (slot < K), (BT * SUB * L,))
+                counts += tl.histogram(tl.reshape(ids, (BT * SUB * L,)), EB, mask=counted)
+        W: tl.constexpr = 4 * LANES
+        column = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        for i in tl.static_range(N * J):
+            tl.store(prob_at + i * W + column, tl.sum(prob[i], axis=0), mask=i * W + column < E)
+        # what flagged tiles added comes on top, once the stores above are visible to the program
+        tl.debug_barrier()
+        part = tl.load(prob_at + place, mask=place < E, other=0.0)
+        tl.debug_barrier()
+        tl.store(prob_at + place, part + prob_sum, mask=place < E)
+    tl.store(counts_at + bin, counts, mask=bin < E)
+    tl.store(work_odd + tl.program_id(0), odd)
+    if META:
+        tl.debug_barrier()  # counts and expert ids are read back by other threads
+        column = tl.arange(0, 1 << BITS)
+        total = tl.load(counts_at + column, mask=column < E, other=0)
+        place_block(
+            expert, expert, total, counts_at, offsets, row_S, slot_R, token_R, 0, T * K, T * K,
+            0, 1, K, E, BITS, WORDS, False, False, HAS_VALID, ASM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _score_slope(z, s, SCORE: tl.constexpr):
+    """Derivative of an elementwise score s(z)."""
+    if SCORE == _SIGMOID:
+        return s * (1.0 - s)
+    elif SCORE == _SQRTSOFTPLUS:
+        steep = z >= -20.0
+        slope = 0.5 / ((1.0 + tl.exp(-z)) * tl.where(steep, s, 1.0))
+        return tl.where(steep, slope, 0.5 * s)
+    else:
+        return z * 0.0 + 1.0
+
+
+@triton.jit
+def _backward_kernel(
+    logits, expert, gate, lse, d_gate, d_lse, d_prob, d_logits, T, stride_t, stride_e, scale,
+    rounds, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    SCORE: tl.constexpr, NORM: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_PROB: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """d_logits of BT rows from the gradients of gates, logsumexp and probability sums."""
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    inside = row < T
+    row = row.to(tl.int64)
+    column = tl.arange(0, EP)
+    mask = inside[:, None] & (column < E)[None, :]
+    at = row[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
+    raw = tl.load(logits + at, mask=mask, other=_NEG_INF).to(tl.float32)
+    z = tl.where(raw != raw, _NEG_INF, tl.minimum(raw, _FLT_MAX))
+    live = z > _NEG_INF
+    row_lse = tl.load(lse + row, mask=inside, other=0.0)
+    p = tl.where(live, tl.exp(z - row_lse[:, None]), 0.0)
+    dz = tl.zeros((BT, EP), dtype=tl.float32)
+    on_p = tl.zeros((BT,), dtype=tl.float32)  # factor of the whole row p
+    if HAS_LSE:
+        on_p += tl.load(d_lse + row, mask=inside, other=0.0)
+    if HAS_PROB:
+        dp = tl.load(d_prob + column, mask=column < E, other=0.0)[None, :]
+        if SCORE == _SIGMOID or SCORE == _SQRTSOFTPLUS:
+            s = tl.where(live, _elementwise_score(z, SCORE), 0.0)
+            inverse = (1.0 / (tl.sum(s, axis=1) + 1e-20))[:, None]
+            mean = tl.sum(s * inverse * dp, axis=1)[:, None]
+            dz += (dp - mean) * inverse * _score_slope(z, s, SCORE)
+        else:
+            dz += p * dp
+            on_p -= tl.sum(p * dp, axis=1)
+    if HAS_GATE:
+        slot = tl.arange(0, KP)[None, :]
+        slots = inside[:, None] & (slot < K)
+        here = row[:, None] * K + slot
+        id = tl.load(expert + here, mask=slots, other=-1)
+        g = tl.load(gate + here, mask=slots, other=0.0)
+        dg = tl.load(d_gate + here, mask=slots, other=0.0) * scale
+        at_id = row[:, None] * stride_t + id.to(tl.int64) * stride_e
+        zk = tl.load(logits + at_id, mask=slots & (id >= 0), other=_NEG_INF).to(tl.float32)
+        zk = tl.where(zk != zk, _NEG_INF, tl.minimum(zk, _FLT_MAX))
+        # slots that were filled for want of usable experts have the constant gate 0
+        ok = (id >= 0) & (zk > _NEG_INF)
+        if (NORM == _SOFTMAX_TOPK) or (SCORE != _IDENTITY):
+            ok = ok & (g != 0.0)
+        dg = tl.where(ok, dg, 0.0)
+        if (NORM == _SOFTMAX_TOPK) or ((NORM == _TOPK_SUM) and (SCORE == _SOFTMAX)):
+            g = _gates(zk, ok, row_lse, row_lse, 1.0, SCORE, NORM, False)
+            dk = g * (dg - tl.sum(g * dg, axis=1)[:, None])
+        elif SCORE == _SOFTMAX:
+            dk = tl.where(ok, tl.exp(zk - row_lse[:, None]), 0.0) * dg
+            on_p -= tl.sum(dk, axis=1)
+        else:
+            sk = tl.where(ok, _elementwise_score(zk, SCORE), 0.0)
+            dk = dg
+            if NORM == _TOPK_SUM:
+                inverse = (1.0 / (tl.sum(sk, axis=1) + 1e-20))[:, None]
+                dk = (dg - tl.sum(sk * inverse * dg, axis=1)[:, None]) * inverse
+            dk = tl.where(ok, dk * _score_slope(zk, sk, SCORE), 0.0)
+        for k in range(rounds):
+            idk = tl.max(tl.where(slot == k, id, -1), axis=1)
+            add = tl.sum(tl.where(slot == k, dk, 0.0), axis=1)
+            dz += tl.where(column[None, :] == idk[:, None], add[:, None], 0.0)
+    dz += p * on_p[:, None]
+    # rows that are not valid took no part; NaN, +inf and -inf were replaced by constants
+    used = tl.load(expert + row * K, mask=inside, other=-1) >= 0
+    dz = tl.where(used[:, None] & live & (raw < float("inf")), dz, 0.0)
+    out = row[:, None] * E + column[None, :]
+    tl.store(d_logits + out, dz.to(d_logits.dtype.element_ty), mask=mask)
+
+
+# ---------------------------------------------------------------------------------------- launchers
+
+
+class _Plan(NamedTuple):
+    """How a shape is run: programs, tokens a program, and the kernel's compile-time sizes."""
+
+    blocks: int
+    block: int
+    sizes: dict[str, int]
+    warps: int
+
+
+# A single program routes and sorts up to this much: a second and third launch would cost more.
+_ONE_PROGRAM_LOGITS = 16384
+_ONE_PROGRAM_ROWS = 2048
+_FAST_LARGEST_K = 16
+_NO_BUCKETS = {"L": 0, "BUCKETS": 1, "LANES": 1, "N": 1, "J": 1, "BT": 1, "SUB": 1}
+
+
+def _fast_sizes(E: int, k: int) -> dict[str, int] | None:
+    """Bucket sizes of the two-stage selection, or None where it does not pay."""
+    if E < 64 or k > _FAST_LARGEST_K or (k > 8 and E < 128):
+        return None
+    vectors = 1 if E <= 1024 else 2  # J: columns of a bucket / 4
+    lanes = 4
+    while lanes * 32 * vectors < E and lanes < 64:
+        lanes *= 2
+    if lanes * 32 * vectors < E:
+        return None
+    each = triton.cdiv(E, lanes * 4 * vectors)
+    return {
+        "L": 2 if k <= 2 else 8 if k <= 8 else 16,
+        "BUCKETS": lanes * triton.next_power_of_2(each),
+        "LANES": lanes,
+        "N": each,
+        "J": vectors,
+    }
+
+
+def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: bool) -> _Plan:
+    np2 = triton.next_power_of_2
+    limited = groups_kept < groups
+    G = groups if limited else 1
+    sizes = {
+        "E": E, "K": k, "KP": np2(k), "G": G, "GP": np2(G), "EGP": np2(E // G),
+        "EB": max(32, np2(E)), "KEPT": groups_kept if limited else 1, **_NO_BUCKETS,
+    }  # fmt: skip
+    width = max(sizes["GP"] * sizes["EGP"], sizes["KP"])
+    fast = None if limited or not contiguous else _fast_sizes(E, k)
+    if fast is None:
+        sizes["BX"] = max(1, min(256, 2048 // width))
+        if T * width <= _ONE_PROGRAM_LOGITS and T <= _ONE_PROGRAM_ROWS:
+            sizes["BX"] = min(np2(max(T, 1)), max(1, 16384 // width))
+            return _Plan(1, max(T, 1), sizes, 8)
+        tiles = triton.cdiv(T, sizes["BX"])
+        each = max(1, min(16, tiles // 1024))
+        return _Plan(triton.cdiv(tiles, each), each * sizes["BX"], sizes, 4)
+    warps = max(4, fast["LANES"] // 32)
+    sizes.update(fast)
+    sizes["BT"] = warps * 32 // fast["LANES"]
+    sizes["BX"] = max(1, min(sizes["BT"], 1024 // width))
+    sub = min(4, fast["LANES"])
+    while sub > 1 and sub * sizes["BT"] * 264 > T:
+        sub //= 2
+    sizes["SUB"] = sub
+    tiles = triton.cdiv(T, sub * sizes["BT"])
+    each = max(1, min(8, tiles // 528))
+    return _Plan(triton.cdiv(max(tiles, 1), each), each * sub * sizes["BT"], sizes, warps)
+
+
+def _topk_gating_triton(
+    logits_TE: Tensor,
+    k: int,
+    score: str,
+    norm: str,
+    scale: float,
+    bias_E: Tensor | None,
+    groups: int,
+    groups_kept: int,
+    group_top: int,
+    valid_T: Tensor | None,
+    metadata: bool,
+) -> tuple[Tensor, ...]:
+    """Gating and, if wanted, routing metadata: one launch for small batches, else two or three."""
+    T, E = logits_TE.shape
+    device = logits_TE.device
+    plan = _plan(T, E, k, groups, groups_kept, logits_TE.stride(1) == 1)
+    i32, f32 = {"dtype": torch.int32, "device": device}, {"dtype": torch.float32, "device": device}
+    expert = torch.empty(T, k, **i32)
+    gate = torch.empty(T, k, **f32)
+    lse = torch.empty(T, **f32)
+    counts = torch.empty(E, **i32)
+    prob_sum = torch.empty(E, **f32)
+    nonfinite = torch.empty((), **i32)
+    rows = T * k if metadata else 0
+    meta = RoutingMetadata(
+        torch.empty(E + 1 if metadata else 0, **i32), *(torch.empty(rows, **i32) for _ in range(3))
+    )
+    one = plan.blocks == 1
+    partial = (counts, prob_sum, nonfinite)
+    if not one:
+        partial = (
+            torch.empty(plan.blocks, E, **i32),
+            torch.empty(plan.blocks, E, **f32),
+            torch.empty(plan.blocks, **i32),
+        )
+    with on_device(logits_TE):
+        _gating_kernel[(plan.blocks,)](
+            logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
+            logits_TE if valid_T is None else valid_T.contiguous(),
+            expert, gate, lse, *partial, *meta, T, plan.block, logits_TE.stride(0),
+            logits_TE.stride(1), scale, k, TOP=group_top, SCORE=_SCORE[score], NORM=_NORM[norm],
+            HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=one and metadata,
+            BITS=expert_bits(E), WORDS=words_per_step(E), ASM=not INTERPRET,
+            num_warps=plan.warps, **plan.sizes,
+        )  # fmt: skip
+        if not one:
+            launch_finish(*partial, counts, prob_sum, nonfinite, prefix=metadata)
+        if metadata and not one:
+            launch_place(
+                meta, expert.view(-1), k, None, counts, partial[0], plan.block * k,
+                clear=valid_T is not None,
+            )  # fmt: skip
+    return expert, gate, lse, counts, prob_sum, nonfinite, *meta
+
+
+def _topk_gating_backward_triton(
+    logits_TE: Tensor,
+    expert_TK: Tensor,
+    gate_TK: Tensor,
+    lse_T: Tensor,
+    d_gate_TK: Tensor | None,
+    d_lse_T: Tensor | None,
+    d_prob_E: Tensor | None,
+    score: str,
+    norm: str,
+    scale: float,
+) -> Tensor:
+    T, E = logits_TE.shape
+    k = expert_TK.shape[1]
+    np2 = triton.next_power_of_2
+    d_logits = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
+    if T == 0:
+        return d_logits
+    bt = max(1, min(128, 2048 // max(np2(E), np2(k))))
+    given = [None if d is None else d.contiguous() for d in (d_gate_TK, d_lse_T, d_prob_E)]
+    with on_device(logits_TE):
+        _backward_kernel[(triton.cdiv(T, bt),)](
+            logits_TE, expert_TK, gate_TK, lse_T, *(lse_T if d is None else d for d in given),
+            d_logits, T, logits_TE.stride(0), logits_TE.stride(1), scale, k,
+            E=E, EP=np2(E), K=k, KP=np2(k), SCORE=_SCORE[score], NORM=_NORM[norm],
+            HAS_GATE=given[0] is not None, HAS_LSE=given[1] is not None,
+            HAS_PROB=given[2] is not None, BT=bt, num_warps=4,
+        )  # fmt: skip
+    return d_logits
+
+
+# -------------------------------------------------------------------------------- ops and autograd
+
+
+def _fake(
+    logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T, metadata
+):  # fmt: skip
+    T, E = logits_TE.shape
+    ints, floats = {"dtype": torch.int32}, {"dtype": torch.float32}
+    S = T * k if metadata else 0
+    return (
+        logits_TE.new_empty(T, k, **ints), logits_TE.new_empty(T, k, **floats),
+        logits_TE.new_empty(T, **floats), logits_TE.new_empty(E, **ints),
+        logits_TE.new_empty(E, **floats), logits_TE.new_empty((), **ints),
+        logits_TE.new_empty(E + 1 if metadata else 0, **ints), logits_TE.new_empty(S, **ints),
+        logits_TE.new_empty(S, **ints), logits_TE.new_empty(S, **ints),
+    )  # fmt: skip
+
+
+_forward_op = define_op(
+    "topk_gating(Tensor logits_TE, int k, str score, str norm, float scale, Tensor? bias_E, "
+    "int groups, int groups_kept, int group_top, Tensor? valid_T, bool metadata) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _topk_gating_triton,
+    _fake,
+)
+_backward_op = define_op(
+    "topk_gating_backward(Tensor logits_TE, Tensor expert_TK, Tensor gate_TK, Tensor lse_T, "
+    "Tensor? d_gate_TK, Tensor? d_lse_T, Tensor? d_prob_E, str score, str norm, float scale) "
+    "-> Tensor",
+    _topk_gating_backward_triton,
+    lambda logits_TE, *rest: torch.empty_like(logits_TE, memory_format=torch.contiguous_format),
+)
+
+
+class _TopkGating(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_TE, k, score, norm, scale, *rest):
+        forward = _topk_gating_triton if is_eager(logits_TE) else _forward_op
+        out = forward(logits_TE, k, score, norm, scale, *rest)
+        expert, gate, lse = out[:3]
+        ctx.save_for_backward(logits_TE, expert, gate, lse)
+        ctx.form = (score, norm, scale)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(expert, out[3], *out[5:])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _0, d_gate, d_lse, _3, d_prob, *_rest):
+        logits_TE, expert, gate, lse = ctx.saved_tensors
+        backward = _topk_gating_backward_triton if is_eager(logits_TE) else _backward_op
+        d_logits = backward(logits_TE, expert, gate, lse, d_gate, d_lse, d_prob, *ctx.form)
+        return (d_logits, *(None for _ in range(10)))
+
+
+def _run(logits_TE: Tensor, *rest) -> tuple[Tensor, ...]:
+    if logits_TE.requires_grad and torch.is_grad_enabled():
+        return _TopkGating.apply(logits_TE, *rest)
+    return (_topk_gating_triton if is_eager(logits_TE) else _forward_op)(logits_TE, *rest)
 
 
 # ------------------------------------------------------------------------------------------- public
@@ -209,6 +1114,22 @@ def _check(
         )
 
 
+# What the kernels take; above that, backend "auto" means the reference.
+MOST_EXPERTS = 4096
+MOST_PER_TOKEN = 64
+
+
+def _uses_kernels(backend: str, logits_TE: Tensor, k: int) -> bool:
+    chosen = pick_backend(backend, logits_TE)
+    fits = logits_TE.shape[1] <= MOST_EXPERTS and k <= MOST_PER_TOKEN
+    if backend == "triton" and not fits:
+        raise ValueError(
+            f"backend='triton' takes up to {MOST_EXPERTS} experts and k up to {MOST_PER_TOKEN}, "
+            f"got {logits_TE.shape[1]} and k={k}; use 'reference'"
+        )
+    return chosen == "triton" and fits
+
+
 def topk_gating(
     logits_TE: Tensor,
     k: int,
@@ -236,17 +1157,46 @@ def topk_gating(
         bias_E: [E] added to the score for the selection only.
         groups, groups_kept, group_top: group-limited selection; groups=1 is plain top-K.
         valid_T: [T] bool; rows that are False get expert -1 and gate 0 and are counted nowhere.
-        backend: "auto", "triton" or "reference".
+        backend: "auto" (kernels on CUDA up to 4096 experts and k = 64), "triton" or "reference".
 
     Raises:
         ValueError: an argument out of range, by name and value.
 
     Sources: score forms and bias of DeepSeek-V3 (arXiv 2412.19437), z loss of ST-MoE (arXiv
-        2202.08906), tie and NaN behaviour after the reports pytorch/pytorch#127196 and vllm-
-        project/vllm#39391.
+    2202.08906), tie and NaN behaviour after the reports pytorch/pytorch#127196 and
+    vllm-project/vllm#39391, two-stage selection after Chern et al. (arXiv 2206.14286).
     """
     _check(logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T)
-    pick_backend(backend, logits_TE, available=("reference",))
-    return topk_gating_ref(
-        logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T
-    )
+    args = (logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T)
+    if not _uses_kernels(backend, logits_TE, k):
+        return topk_gating_ref(*args)
+    return Gating(*_run(*args, False)[:6])
+
+
+def topk_routing(
+    logits_TE: Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    norm: str = "topk_sum",
+    scale: float = 1.0,
+    bias_E: Tensor | None = None,
+    groups: int = 1,
+    groups_kept: int = 1,
+    group_top: int = 2,
+    valid_T: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Gating, RoutingMetadata]:
+    """`topk_gating` and the `routing_metadata` of its choice, in fewer launches than the two.
+
+    The counting sort starts from counts that the gating kernel makes anyway; a small batch is
+    routed and sorted by a single launch. Arguments and errors are those of `topk_gating`.
+    """
+    _check(logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T)
+    args = (logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T)
+    if not _uses_kernels(backend, logits_TE, k):
+        gating = topk_gating_ref(*args)
+        E = logits_TE.shape[1]
+        return gating, routing_metadata_ref(gating.expert_TK.reshape(-1), E, k)
+    out = _run(*args, True)
+    return Gating(*out[:6]), RoutingMetadata(*out[6:])
