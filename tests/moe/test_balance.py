@@ -122,6 +122,14 @@ def test_padding_does_not_enter_the_z_loss():
     assert z_loss(layer(x_TD)[1]).item() == pytest.approx(65.8, abs=0.05)
 
 
+def test_padding_does_not_enter_the_sequence_loss():
+    layer = make_layer(sequence_stats=True)
+    x = torch.randn(3, 7, 6, dtype=torch.float64)
+    valid = (torch.arange(7) < 4).expand(3, 7)
+    right = sequence_loss(layer(x[:, :4])[1])
+    torch.testing.assert_close(sequence_loss(layer(x, valid)[1]), right)
+
+
 def total(stats: RouterStats, step_tokens, counts_E=None) -> torch.Tensor:
     return auxiliary_loss(
         stats, step_tokens=step_tokens, balance_coef=0.5, z_coef=0.1, sequence_coef=0.2,
