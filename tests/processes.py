@@ -104,4 +104,7 @@ def _run(
     import torch
 
     torch.set_num_threads(1)
+    # A child of a fork server starts its own children from one too, unlike a program on its own;
+    # and reader processes of a killed trainer would then outlive it, as the server is their parent.
+    multiprocessing.set_start_method("fork", force=True)
     target(*arguments)

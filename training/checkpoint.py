@@ -266,8 +266,8 @@ class Saver:
         # Each phase ends with all processes telling each other how it went: whoever failed, all
         # stop at the same place, and none waits for another that is gone.
         temporary = final.with_name(final.name + ".tmp")
-        self._together(lambda: self._open(snapshot, temporary), final)
         try:
+            self._together(lambda: self._open(snapshot, temporary), final)
             self._together(lambda: self._write_tensors(snapshot, temporary), final)
             own = self._together(lambda: self._write_small(snapshot, temporary), final)
             listed = {name: entry for part in own for name, entry in part.items()}

@@ -1,0 +1,146 @@
+"""Runs of train.py in processes of their own: killed, stopped, on another number of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import Group, start_training
+from tests.training.tiny import write_inputs
+from training.checkpoint import read_state, read_weights
+from training.logging import read_lines, read_metrics
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"), count=14)
+
+
+def train(config: Path, folder: Path, *overrides: str, world: int = 1) -> Group:
+    fixed = [f"train.steps={STEPS}", "checkpoint.every_steps=2", "eval.every_steps=8"]
+    return start_training([str(config), *fixed, *overrides], world=world, folder=folder)
+
+
+def finish(group: Group, code: int = 0) -> None:
+    codes = group.wait()
+    assert codes == [code] * len(codes), group.output()
+
+
+def curve(folder: Path) -> dict[int, tuple]:
+    return {
+        line["step"]: (line["loss"], line["grad_norm"], line["lr"], line["tokens"])
+        for line in read_metrics(folder)
+    }
+
+
+def last_step(folder: Path) -> int:
+    return max((line["step"] for line in read_lines(folder / "metrics.jsonl")), default=0)
+
+
+def wait_for_step(group: Group, folder: Path, step: int) -> bool:
+    """Until a run has logged a step; False if it ended before."""
+    while last_step(folder) < step:
+        if not any(process.is_alive() for process in group.processes):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def assert_same(folder: Path, whole: Path) -> None:
+    assert curve(folder) == curve(whole)
+    ours, theirs = (read_weights((f / "checkpoints/latest").resolve()) for f in (folder, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    rows = [read_state((f / "checkpoints/latest").resolve())["data"] for f in (folder, whole)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_killed_at_random_moments(config, tmp_path, packing):
+    """SIGKILL again and again, with and without reader processes: bits of a run never killed."""
+    setting = f"data.packing={str(packing).lower()}"
+    finish(train(config, tmp_path, "run.name=whole", setting))
+    folder = tmp_path / "runs/killed"
+    draw = random.Random(7 + packing)
+    kills = 0
+    for attempt in range(4):
+        group = train(config, tmp_path, "run.name=killed", setting, f"data.workers={attempt % 2}")
+        if wait_for_step(group, folder, min(last_step(folder) + draw.randint(1, 5), STEPS - 1)):
+            time.sleep(draw.uniform(0.0, 0.15))
+            group.signal(signal.SIGKILL)
+            kills += 1
+        codes = group.wait()
+        assert codes[0] in (-signal.SIGKILL, 0), group.output()
+    finish(train(config, tmp_path, "run.name=killed", setting))
+    assert kills >= 3
+    assert_same(folder, tmp_path / "runs/whole")
+    attempts = {line["attempt"] for line in read_metrics(folder)}
+    assert len(attempts) >= 2, "the curve is pieced together from several attempts"
+
+
+def test_two_processes_equal_one_and_take_over_from_each_other(config, tmp_path):
+    """1 against 2 processes, and a run that goes 2 → 1 → 2, with the same rows throughout."""
+    finish(train(config, tmp_path, "run.name=one"))
+    finish(train(config, tmp_path, "run.name=two", "router.balance_scope=micro", world=2))
+    one, two = curve(tmp_path / "runs/one"), curve(tmp_path / "runs/two")
+    assert [row[3] for row in one.values()] == [row[3] for row in two.values()], "token stream"
+    for step in one:
+        assert two[step][0] == pytest.approx(one[step][0], rel=1e-6 if step < 4 else 1e-4), step
+
+    folder = tmp_path / "runs/elastic"
+    for world in (2, 1):
+        group = train(config, tmp_path, "run.name=elastic", world=world)
+        assert wait_for_step(group, folder, last_step(folder) + 3)
+        # One process alone is asked: all must stop at the same step.
+        os.kill(group.processes[-1].pid, signal.SIGTERM)
+        finish(group, 75)
+    finish(train(config, tmp_path, "run.name=elastic", world=2))
+    elastic = curve(folder)
+    assert list(elastic) == list(one)
+    for step in one:
+        assert elastic[step][0] == pytest.approx(one[step][0], rel=1e-4), step
+        assert elastic[step][2:] == one[step][2:], "learning rate and tokens"
+    starts = [e for e in read_lines(folder / "events.jsonl") if e["event"] == "start"]
+    assert [event["world_size"] for event in starts] == [2, 1, 2]
+    states = [
+        read_state((tmp_path / f"runs/{name}/checkpoints/latest").resolve())["data"]
+        for name in ("one", "elastic")
+    ]
+    assert states[0] == states[1]
+
+
+def test_two_processes_resume_exactly_and_a_second_signal_ends_at_once(config, tmp_path):
+    finish(train(config, tmp_path, "run.name=whole", world=2))
+    folder = tmp_path / "runs/stopped"
+    group = train(config, tmp_path, "run.name=stopped", "log.every_steps=1", world=2)
+    assert wait_for_step(group, folder, 5)
+    group.signal(signal.SIGTERM)
+    finish(group, 75)
+    stopped_at = read_state((folder / "checkpoints/latest").resolve())["step"]
+    assert 5 <= stopped_at < STEPS
+    finish(train(config, tmp_path, "run.name=stopped", world=2))
+    assert_same(folder, tmp_path / "runs/whole")
+
+    long = ("train.steps=100000", "checkpoint.every_steps=null", "checkpoint.keep_last=3")
+    group = train(config, tmp_path, "run.name=urgent", *long)
+    assert wait_for_step(group, tmp_path / "runs/urgent", 2)
+    os.kill(group.processes[0].pid, signal.SIGSTOP)  # it cannot finish a step between the two
+    for number in (signal.SIGTERM, signal.SIGINT):
+        group.signal(number)
+    os.kill(group.processes[0].pid, signal.SIGCONT)
+    (code,) = group.wait()
+    assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT), group.output()
+
+
+def test_mistakes_are_told_once_by_several_processes(config, tmp_path):
+    group = train(config, tmp_path, "train.global_batch_size=6", "run.name=wrong", world=2)
+    finish(group, 2)
+    told = [line for line in group.output().splitlines() if "error" in line]
+    assert len(told) == 1 and "times 2 processes = 4" in told[0], group.output()
