@@ -2,7 +2,8 @@
 
 Three ways to the same result, chosen by what is given:
 - one document per row: `scaled_dot_product_attention(is_causal=True)`;
-- several documents per row, CUDA and bf16/fp16: PyTorch's variable-length flash attention;
+- several documents per row, CUDA, bf16/fp16 and head widths that are multiples of 8 up to 256:
+  PyTorch's variable-length flash attention;
 - several documents per row otherwise: one call per document, so that no bit of one document can
   reach another (a mask with -inf would still mix them through the kernel's blocks).
 
@@ -161,7 +162,9 @@ def packed_attention(
     by kind of device, so neither costs a copy. N may change from call to call without recompiling.
     """
     q_THC, k_TGC, v_TGC = (part.flatten(0, 1) for part in (q_BLHC, k_BLGC, v_BLGC))
-    if q_BLHC.is_cuda and q_BLHC.dtype in (torch.bfloat16, torch.float16):
+    width = q_BLHC.shape[-1]
+    narrow = q_BLHC.dtype in (torch.bfloat16, torch.float16)
+    if q_BLHC.is_cuda and narrow and width % 8 == 0 and width <= 256:
         y_THC = _flash(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest=q_BLHC.shape[1])
     else:
         y_THC = torch.ops.tessera.document_attention(q_THC, k_TGC, v_TGC, lengths_N)
@@ -191,11 +194,8 @@ def _flash(
 
     options = _varlen_options()
     causal = {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
-    groups = q_THC.shape[1] // k_TGC.shape[1]
-    if groups > 1 and "enable_gqa" in options:
-        causal["enable_gqa"] = True
-    elif groups > 1:
-        k_TGC, v_TGC = (part.repeat_interleave(groups, dim=1) for part in (k_TGC, v_TGC))
+    if "enable_gqa" in options:  # before 2.12 fewer key/value heads were taken without asking
+        causal["enable_gqa"] = q_THC.shape[1] != k_TGC.shape[1]
     return varlen_attn(
         q_THC, k_TGC, v_TGC, cu_seqlens_N1, cu_seqlens_N1, longest, longest, **causal
     )

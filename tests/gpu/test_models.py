@@ -19,6 +19,12 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [37, 91, 128, 1, 127, 64, 64]  # four rows of 128 tokens
 
 
+def config(case: str, **changes):
+    """Head widths that flash attention takes."""
+    width = {"head_dim": 16} if case == "qwen3_moe" else {}
+    return tiny_config(case, **width, **changes)
+
+
 def error(mine: torch.Tensor, exact: torch.Tensor) -> float:
     mine, exact = mine.detach().double().cpu(), exact.detach().double().cpu()
     return ((mine - exact).norm() / exact.norm()).item()
@@ -76,7 +82,7 @@ def test_model_equals_the_cpu(case: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_are_isolated(family: str) -> None:
-    model = build_model(tiny_config(family), device="cuda", dtype=torch.bfloat16)
+    model = build_model(config(family), device="cuda", dtype=torch.bfloat16)
     documents = Documents.from_lengths([40, 88], device="cuda")
     tokens_BL = tokens(model.config, 1, 128).cuda()
     changed_BL = tokens_BL.clone()
@@ -143,8 +149,8 @@ def test_cross_entropy_kernel(words: int, grad_dtype: torch.dtype | None) -> Non
         assert (grad_PV[::7] == 0).all()
 
 
-def batch(config):
-    tokens_BL = tokens(config, 4, 128).cuda()
+def batch(of):
+    tokens_BL = tokens(of, 4, 128).cuda()
     documents = Documents.from_lengths(LENGTHS, device="cuda")
     valid_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
     positions_BL = documents.positions().view(4, 128).cuda()
@@ -159,7 +165,7 @@ def batch(config):
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_step_reads_nothing_back(case: str) -> None:
-    model = build_model(tiny_config(case), device="cuda", dtype=torch.bfloat16)
+    model = build_model(config(case), device="cuda", dtype=torch.bfloat16)
     inputs = batch(model.config)
 
     def step() -> None:
@@ -177,7 +183,7 @@ def test_a_step_reads_nothing_back(case: str) -> None:
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputation_changes_no_bit(mode: str) -> None:
-    model = build_model(tiny_config("qwen3_moe"), device="cuda", dtype=torch.bfloat16)
+    model = build_model(config("qwen3_moe"), device="cuda", dtype=torch.bfloat16)
     inputs = batch(model.config)
     results = []
     for now in ("none", mode):
@@ -191,13 +197,13 @@ def test_recomputation_changes_no_bit(mode: str) -> None:
 
 
 def test_compiled_blocks_keep_one_graph() -> None:
-    config = tiny_config("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[])
-    plain, model = (build_model(config, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    small = config("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[])
+    plain, model = (build_model(small, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch._dynamo.reset()
     compile_blocks(model)
     graphs = []
     for lengths in (LENGTHS, [128] * 4, [64] * 8, [1] * 28 + [100, 128, 128, 128]):
-        inputs = batch(config) | {"documents": Documents.from_lengths(lengths, device="cuda")}
+        inputs = batch(small) | {"documents": Documents.from_lengths(lengths, device="cuda")}
         inputs["positions_BL"] = None
         results = []
         for either in (plain, model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from models import ModelConfig
 from models.config import FAMILY_DEFAULTS
 from tests.models.tiny import CASES, FAMILIES, tiny_config
 
+ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {family: {"model_type": family} for family in FAMILIES}
 # transformers' default for GLM divides 4096 by 96 heads; its public models say 128.
 MINIMAL["glm4_moe"]["head_dim"] = 128
@@ -197,3 +199,16 @@ def test_moe_config_of_glm() -> None:
     )  # fmt: skip
     assert (moe.groups, moe.groups_kept, moe.group_top, moe.shared_expert_size) == (4, 2, 2, 40)
     assert (moe.save, moe.init_std, moe.expert_size) == ("x", 0.3, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("olmoe_1b_7b", 6_919_161_856), ("qwen3_30b_a3b", 30_532_122_624)],
+)
+def test_shipped_public_configs(name: str, parameters: int) -> None:
+    """Parameter counts as the public models' cards and indexes tell them."""
+    from models.build import build_model
+
+    config = ModelConfig.from_hf(ROOT / "configs" / "hf" / name)
+    model = build_model(config, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters

@@ -83,6 +83,22 @@ def test_frozen_inputs(frozen: str) -> None:
             assert tensor.grad is None
 
 
+def test_evaluation_makes_no_gradients(monkeypatch) -> None:
+    x_TD, weight_VD, labels_T = inputs(30, 8, 11)
+    asked = []
+
+    def watched(logits_PV, labels_P, grad_dtype, backend):
+        asked.append(grad_dtype)
+        return cross_entropy_ref(logits_PV, labels_P, grad_dtype)
+
+    monkeypatch.setattr("models.loss.cross_entropy", watched)
+    with torch.no_grad():
+        quiet = linear_cross_entropy(x_TD, weight_VD, labels_T)
+    loss = linear_cross_entropy(x_TD, weight_VD, labels_T)
+    assert asked == [None, torch.float64]
+    assert torch.equal(quiet, loss.detach()) and not quiet.requires_grad
+
+
 def test_never_holds_all_logits() -> None:
     """Largest tensor made, and bytes kept for backward, both far below T·V."""
     tokens, width, words = 1024, 16, 512
@@ -198,7 +214,8 @@ def test_kernel_in_the_interpreter(words: int, grad_dtype: torch.dtype | None) -
 @pytest.mark.parametrize(
     ("shape", "cpu", "gpu"),
     [
-        ((16384, 2048, 151936), 256, 1024),
+        ((16384, 2048, 151936), 256, 2048),
+        ((16384, 2048, 50304), 512, 4096),
         ((64, 8, 100), 64, 64),
         ((4096, 128, 512), 1024, 4096),
     ],
