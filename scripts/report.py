@@ -163,6 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         fail(error)
     out = options.out or options.run / "report.html"
     out.write_text(render(record), encoding="utf-8")
+    print(", ".join(f"{name} {value}" for value, name in cards(record, unigram_entropy(record))))
     for finding in findings(record):
         print(f"{finding.level}: {finding.seen}\n  → {finding.remedy}")
     print(f"report: {out} ({out.stat().st_size / 1024:.0f} KiB)")
