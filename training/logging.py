@@ -14,6 +14,7 @@ a bounded queue: whatever it does, it cannot delay or end the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -272,8 +273,10 @@ class WandbThread:
 
     def finish(self) -> None:
         """Wait for what is queued, but not for ever."""
-        self.put(None)  # type: ignore[arg-type]
-        self._thread.join(self.FINISH_S)
+        end = time.monotonic() + self.FINISH_S
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=self.FINISH_S)
+        self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             self._warn(
                 f"Weights & Biases did not finish within {self.FINISH_S:.0f} s and is left behind; "

@@ -1,0 +1,69 @@
+"""Requests to stop, and messages about memory."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from training import faults
+from training.config_load import ConfigError
+from training.faults import StopRequest, out_of_memory_message, tell
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    """Codes that os._exit was called with, instead of ending the tests."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    return codes
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_asks_second_ends(exits, number):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop and stop.received == number.name and exits == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert exits == [128 + signal.SIGTERM]
+    assert signal.getsignal(number) is before, "the handlers are as before"
+
+
+def test_under_torchrun_a_signal_that_is_passed_on_counts_once(exits, monkeypatch):
+    """Ctrl+C reaches the processes from the terminal, and once more from their launcher."""
+    clock = [100.0]
+    monkeypatch.setattr(faults.time, "monotonic", lambda: clock[0])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with StopRequest() as stop:
+        for after in (0.0, 0.1, 2.9):
+            clock[0] = 100.0 + after
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop and exits == []
+        clock[0] = 103.1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert exits == [130]
+
+
+def test_memory_message():
+    counts = torch.tensor([[10, 10, 10, 10], [0, 37, 2, 1]], dtype=torch.int32)
+    settings = [("train.micro_batch_size", 8), ("model.save=x", "h")]
+    error = RuntimeError("out of it\nsecond line")
+    text = out_of_memory_message(error, rank=3, step=40, counts_LE=counts, settings=settings)
+    assert text.startswith("out of memory on process 3 at step 40: out of it.")
+    assert "max 37 (MoE layer 1, expert 1), mean 10, max/mean 3.70" in text
+    assert "router.balance_coef" in text and "\n" not in text
+    assert text.endswith("train.micro_batch_size (now 8), model.save=x (now h)")
+    even = out_of_memory_message(error, rank=0, step=1, counts_LE=counts[:1], settings=settings)
+    assert "router.balance_coef" not in even
+    early = out_of_memory_message(error, rank=0, step=1, counts_LE=None, settings=settings)
+    assert "Tokens per expert" not in early
+
+
+def test_mistakes_are_told_in_one_line_by_the_first_process(capsys):
+    assert tell(0, ConfigError("wrong\n  key"), 2) == 2
+    assert tell(1, ConfigError("wrong\n  key"), 2) == 2
+    assert tell(1, ValueError("disk is\nfull"), 1) == 1
+    assert capsys.readouterr().err == "error: wrong key\nerror on process 1: disk is full\n"
