@@ -246,8 +246,8 @@ def _kept_groups(
     key = tl.where(group < G, _ordered(total + 0.0), _EMPTY_KEY)
     keep = tl.zeros((BT, GP), dtype=tl.int32)
     for _ in range(KEPT):
-        first = tl.min(tl.where(key == tl.max(key, axis=1)[:, None], group, GP), axis=1)
-        hit = group == first[:, None]
+        lowest = tl.min(tl.where(key == tl.max(key, axis=1)[:, None], group, GP), axis=1)
+        hit = group == lowest[:, None]
         keep = tl.where(hit, 1, keep)
         key = tl.where(hit, _EMPTY_KEY, key)
     keep = tl.broadcast_to(keep[:, :, None], (BT, GP, EGP))
