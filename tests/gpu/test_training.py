@@ -1,0 +1,120 @@
+"""Training on a GPU: no waiting for the device inside a step, skipped steps, saves, whole runs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+
+import train
+from models.build import build_model, parameter_kinds
+from models.config import ModelConfig
+from parallel import World
+from tests.training.test_loop import batch_of, router, rows
+from tests.training.test_train import before_step, by_step, events
+from tests.training.tiny import MODEL, write_inputs
+from training.checkpoint import Saver, Snapshot, load_tensors
+from training.logging import read_metrics
+from training.loop import agree_on_step, train_step
+from training.optim import MasterAdamW, parameter_groups
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+# Wide enough for the kernels' tiles.
+WIDE = {**MODEL, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 32}
+
+
+def build(dtype: torch.dtype = torch.bfloat16):
+    model = build_model(ModelConfig(**WIDE), dtype=dtype, device=CUDA)
+    groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
+    return model, MasterAdamW(groups, spike_factor=100.0)
+
+
+def step(model, optimizer, number: int, scope: str = "micro"):
+    tokens, labels = rows()
+    batches = [batch_of(tokens, labels).pin_memory() for _ in range(2)]
+    return train_step(
+        model,
+        optimizer,
+        batches,
+        agree_on_step(World(), batches, False),
+        step=number,
+        lr=0.01,
+        router=router(0.01, 0.001, scope),
+        world=World(),
+        device=CUDA,
+    )
+
+
+@pytest.mark.parametrize("scope", ["micro", "global"])
+def test_a_step_never_waits_for_the_device(scope):
+    model, optimizer = build()
+    for number in (1, 2):  # kernels are compiled and tuned in the first
+        step(model, optimizer, number, scope)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [step(model, optimizer, number, scope) for number in (3, 4)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    losses = [result.numbers[0].item() for result in results]
+    assert losses[1] < losses[0]
+
+
+def test_a_skipped_step_leaves_no_trace():
+    model, optimizer = build()
+    step(model, optimizer, 1)
+    before = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    parameters = copy.deepcopy(dict(model.named_parameters()))
+    optimizer.zero_grad()
+    optimizer.gradient[7] = float("nan")
+    outcome = optimizer.step(0.01)
+    assert outcome.skipped.item() == 1 and outcome.reason.item() == 1
+    for name, tensor in optimizer.tensors().items():
+        assert name == "guard/skipped" or torch.equal(tensor, before[name]), name
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, parameters[name]), name
+    step(model, optimizer, 2)
+    assert optimizer.tensors()["adam_step"].item() == 2
+
+
+def test_background_save_holds_the_moment_it_was_asked_for(tmp_path):
+    """Updates queued right after the save must not reach the copy."""
+    flat = torch.zeros(1 << 24, device=CUDA)
+    saver = Saver(tmp_path, World())
+    for number in range(3):
+        flat.fill_(number)
+        saver.save(Snapshot(number, {"weights/w": flat[: 1 << 23]}, {}, b""))
+        for _ in range(50):
+            flat.add_(1.0)
+    saver.wait()
+    assert all(saved.error is None for saved in saver.poll())
+    for number in range(3):
+        back = {"weights/w": torch.empty(1 << 23)}
+        load_tensors(tmp_path / f"step_0000000{number}", back)
+        assert torch.all(back["weights/w"] == number), number
+
+
+@pytest.mark.parametrize("settings", [(), ("train.checkpointing=selective",)], ids=str)
+def test_a_run_stops_and_goes_on_exactly(tmp_path, monkeypatch, settings):
+    """bfloat16, compiled blocks, Triton kernels: bit-equal losses after a stop."""
+    config = write_inputs(tmp_path / "inputs", count=14)
+    monkeypatch.chdir(tmp_path)
+    overrides = [f"model.{key}={value}" for key, value in WIDE.items() if value != MODEL[key]]
+    command = [str(config), "run.device=cuda", "train.steps=8", *overrides, *settings]
+    assert train.main([*command, "run.name=whole"]) == 0
+    with monkeypatch.context() as patch:
+        before_step(patch, 5, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        assert train.main([*command, "run.name=stopped"]) == 75
+    assert train.main([*command, "run.name=stopped"]) == 0
+    whole, stopped = tmp_path / "runs/whole", tmp_path / "runs/stopped"
+    assert by_step(stopped) == by_step(whole)
+    assert not events(stopped, "step_skipped")
+    lines = read_metrics(whole)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert 0 < lines[-1]["max_memory_gib"] < 2
+    if "H200" in torch.cuda.get_device_name():
+        assert 0 < lines[-1]["mfu"] < 1
