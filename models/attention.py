@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from models.config import ModelConfig
 from models.norm import RMSNorm
 from models.rope import Rotation, rotate
+
+# Options of varlen_attn; they differ between PyTorch 2.10 and 2.13.
+_VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 class KVCache:
@@ -175,26 +178,16 @@ def _grouped(q: Tensor, k: Tensor) -> bool:
     return q.shape[1] != k.shape[1]
 
 
-@cache
-def _varlen_options() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def _flash(
     q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, cu_seqlens_N1: Tensor, longest: int
 ) -> Tensor:
-    """PyTorch's variable-length flash attention; its options differ between 2.10 and 2.13.
+    """PyTorch's variable-length flash attention.
 
     `longest` only sizes the launch. The row length is given, not the longest document: a number
     that changed with every batch would make the compiler start again.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    options = _varlen_options()
-    causal = {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
-    if "enable_gqa" in options:  # before 2.12 fewer key/value heads were taken without asking
+    causal = {"window_size": (-1, 0)} if "window_size" in _VARLEN else {"is_causal": True}
+    if "enable_gqa" in _VARLEN:  # before 2.12 fewer key/value heads were taken without asking
         causal["enable_gqa"] = q_THC.shape[1] != k_TGC.shape[1]
     return varlen_attn(
         q_THC, k_TGC, v_TGC, cu_seqlens_N1, cu_seqlens_N1, longest, longest, **causal

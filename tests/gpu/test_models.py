@@ -197,7 +197,8 @@ def test_recomputation_changes_no_bit(mode: str) -> None:
 
 
 def test_compiled_blocks_keep_one_graph() -> None:
-    small = config("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[])
+    small = config("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[], initializer_range=0.1)
+    exact = build_model(small, device="cuda")
     plain, model = (build_model(small, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch._dynamo.reset()
     compile_blocks(model)
@@ -206,13 +207,13 @@ def test_compiled_blocks_keep_one_graph() -> None:
         inputs = batch(small) | {"documents": Documents.from_lengths(lengths, device="cuda")}
         inputs["positions_BL"] = None
         results = []
-        for either in (plain, model):
-            either.zero_grad()
-            out = either(**inputs)
+        for one in (exact, plain, model):
+            one.zero_grad()
+            out = one(**inputs)
             out.loss_sum.backward()
-            results.append((out.loss_sum, either.layers[1].moe.w1.grad))
-        assert abs(results[0][0] / results[1][0] - 1) < 5e-3
-        assert error(results[1][1], results[0][1]) < 0.1
+            results.append((out.loss_sum, one.layers[1].moe.w1.grad, one.embed.weight.grad))
+        for reference, eager, compiled in zip(*results, strict=True):
+            assert error(compiled, reference) < 1.5 * error(eager, reference) + 1e-3
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1 and graphs[0] > 0, graphs
 
