@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.kernels._grouped import gather_rows_ref, used_rows
+from moe.kernels._grouped import gather_rows_ref
 from moe.kernels._tiles import RowTiles, row_tiles
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_width
+from moe.kernels.clear_rows import clear_rows
 from moe.kernels.combine import combine
 from moe.kernels.down_backward import down_backward
 from moe.kernels.down_forward import down_forward
@@ -61,7 +62,7 @@ class _Experts(torch.autograd.Function):
         )  # fmt: skip
         del a_RN
         if permuted:
-            out = _clear_unused(y_RD, offsets_E1)
+            out = clear_rows(y_RD, offsets_E1, backend=backend)
         else:
             out = combine(
                 y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
@@ -125,7 +126,7 @@ class _Experts(torch.autograd.Function):
         if need_x:
             dx = input_gradient(dh_RH, w1_EHD, offsets_E1, tiles=tiles, backend=backend)
             if token_R is None:
-                dx = _clear_unused(dx, offsets_E1)
+                dx = clear_rows(dx, offsets_E1, backend=backend)
             else:
                 dx = combine(
                     dx, None, row_S, num_tokens=x.shape[0], slots_per_token=ctx.slots_per_token,
@@ -139,11 +140,6 @@ class _Experts(torch.autograd.Function):
                 dh_RH, rows, None, source_R, offsets_E1, add_to_EIO=main_w1, backend=backend
             )
         return (dx, dw1, dw2, dgates, db1, db2, *(None,) * 12)
-
-
-def _clear_unused(y_RD: Tensor, offsets_E1: Tensor) -> Tensor:
-    """Zeroes the rows that belong to no expert; they hold whatever the memory held."""
-    return y_RD.masked_fill_(~used_rows(offsets_E1, y_RD.shape[0])[:, None], 0.0)
 
 
 # ------------------------------------------------------------------------------------------ public

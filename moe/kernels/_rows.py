@@ -21,6 +21,7 @@ from moe.kernels._tiles import (
     weight_tile,
 )
 from moe.kernels._triton import tl, triton
+from moe.kernels._tuning import size_class
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def _rows_kernel(
     I, O, stride_a, stride_we, stride_wi, stride_wo,
     TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tile_count_ptr)
     col_tiles = tl.cdiv(O, BN)
@@ -67,9 +68,7 @@ def _rows_kernel(
     e, start, end, col_tile = look_up(
         first, count, row_tiles, col_tiles, tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP
     )
-    for t in tl.range(
-        first, count, tl.num_programs(0), flatten=FLATTEN, disallow_acc_multi_buffer=True
-    ):
+    for t in tl.range(first, count, tl.num_programs(0), disallow_acc_multi_buffer=True):
         next_e, next_start, next_end, next_col_tile = look_up(
             t + tl.num_programs(0), count, row_tiles, col_tiles,
             tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
@@ -119,7 +118,10 @@ def rows_triton(
     out_RO = a_RI.new_empty(R, O)
     if R == 0:
         return out_RO
-    c = config or _tiles.pick_config("rows", a_RI.dtype, tiles.rows)
+    c = config or _tiles.pick_config(
+        "rows", a_RI.dtype, tiles.rows, (size_class(R), I, O),
+        lambda c: rows_triton(a_RI, w_EIO, bias_EO, scale_R, tiles, c), a_RI.device,
+    )  # fmt: skip
     a_RI = _tiles.with_unit_stride(a_RI)
     bias_EO = None if bias_EO is None else bias_EO.contiguous()
     scale_R = None if scale_R is None else scale_R.contiguous()

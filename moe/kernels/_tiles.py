@@ -19,12 +19,13 @@ Shape letters: R rows (expert order), E experts, B row tiles.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe.kernels import _tuning
 from moe.kernels._triton import HAVE_TRITON, INTERPRET, capability, num_sms, tl, triton
 from moe.kernels.routing_metadata import tile_schedule
 
@@ -48,8 +49,9 @@ class Config(NamedTuple):
     split: int = 2
     """Parts in which the epilogue handles a tile's columns: fewer registers, less staging."""
     flatten: bool = False
-    """One software-pipelined loop over all tiles: loads of the next tile start during the epilogue.
-    Not for gathered operands: Triton 3.6 then stops pipelining the gather."""
+    """One loop over the products of all tiles, so that loads of the next tile start during the
+    epilogue. Written out by hand in the kernels: with values carried from tile to tile,
+    `tl.range(flatten=True)` of Triton 3.6 updates them at every step and gives wrong results."""
     ctas: int = 1
     """Programs per multiprocessor."""
 
@@ -67,35 +69,29 @@ class Config(NamedTuple):
 # loaded indices, for which Triton keeps half as many buffers as stages: 5 give three, 7 give four.
 _HALF: dict[str, list[Config]] = {
     "up": [
-        Config(128, 256, 64, stages=4, split=4, flatten=True),
-        Config(128, 256, 64, stages=3, split=2, flatten=True),
         Config(128, 256, 64, stages=3, split=2),
-        Config(128, 128, 64, warps=4, stages=3, split=4, ctas=2),
+        Config(128, 256, 64, stages=4, split=4),
     ],
     "rows": [
-        Config(128, 256, 64, stages=4, split=4, flatten=True),
-        Config(128, 256, 64, stages=3, split=2, flatten=True),
         Config(128, 256, 64, stages=3, split=2),
+        Config(128, 256, 64, stages=4, split=4),
         Config(128, 128, 64, warps=4, stages=3, split=4, ctas=2),
     ],
     "down_backward": [
         Config(128, 256, 64, stages=3, split=4),
-        Config(128, 256, 64, stages=3, split=4, flatten=True),
-        Config(128, 128, 64, stages=4, split=2, flatten=True),
         Config(128, 128, 64, stages=4, split=2),
         Config(128, 128, 64, warps=4, stages=2, split=4, ctas=2),
     ],
     "outer": [
         Config(128, 256, 64, stages=5, split=4, flatten=True),
         Config(128, 256, 64, stages=7, split=4, flatten=True),
-        Config(128, 256, 64, stages=7, split=4),
         Config(256, 128, 64, stages=5, split=4, flatten=True),
         Config(128, 128, 64, warps=4, stages=5, split=4, ctas=2),
     ],
 }
 _HALF_SMALL = {  # few rows per expert: tiles of 64 rows
-    "up": [Config(64, 256, 64, warps=4, stages=4, flatten=True)],
-    "rows": [Config(64, 256, 64, warps=4, stages=4, flatten=True)],
+    "up": [Config(64, 256, 64, warps=4, stages=4)],
+    "rows": [Config(64, 256, 64, warps=4, stages=4)],
     "down_backward": [Config(64, 128, 64, warps=4, stages=4)],
     "outer": _HALF["outer"],
 }
@@ -135,9 +131,40 @@ def candidates(kernel: str, dtype: torch.dtype, bm: int | None) -> list[Config]:
     return table[kernel]
 
 
-def pick_config(kernel: str, dtype: torch.dtype, bm: int | None = None) -> Config:
-    """The configuration to run."""
-    return candidates(kernel, dtype, bm)[0]
+def all_configs(kernel: str) -> list[Config]:
+    """Every configuration that a kernel can be given."""
+    return list(dict.fromkeys(c for t in (_HALF, _HALF_SMALL, _FULL) for c in t[kernel]))
+
+
+_picked: dict[tuple, Config] = {}
+
+
+def pick_config(
+    kernel: str,
+    dtype: torch.dtype,
+    bm: int | None,
+    key: tuple,
+    run: Callable[[Config], object],
+    device: torch.device,
+) -> Config:
+    """The configuration to run: forced, or the fastest for this class of shapes, or the default.
+
+    Args:
+        kernel: name in the tables above.
+        bm: rows of a tile if they are given.
+        key: shape class.
+        run: launches the kernel with a configuration, with no effect but on new tensors.
+    """
+    listed = candidates(kernel, dtype, bm)
+    if len(listed) == 1:
+        return listed[0]
+    place = (kernel, dtype, bm, key, device)
+    config = _picked.get(place)
+    if config is None:
+        config = _tuning.best(kernel, (str(dtype), bm, *key), listed, run, device=device)
+        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            _picked[place] = config
+    return config
 
 
 @contextlib.contextmanager
@@ -204,7 +231,7 @@ def tma_serves(*tensors: Tensor) -> bool:
 
 
 def with_unit_stride(t: Tensor) -> Tensor:
-    """t, or a contiguous copy when its last axis has gaps (transposed views, expanded gradients)."""
+    """t, or a contiguous copy when its last axis has gaps (transposed or expanded views)."""
     return t if t.stride(-1) == 1 and t.stride(0) > 0 else t.contiguous()
 
 
@@ -243,7 +270,7 @@ def tile_of(t, row_tiles, col_tiles, GROUP: tl.constexpr):
     per_group = GROUP * col_tiles
     group = t // per_group
     first = group * GROUP
-    size = tl.minimum(row_tiles - first, GROUP)
+    size = tl.maximum(tl.minimum(row_tiles - first, GROUP), 1)  # no tiles at all: no division by 0
     within = t - group * per_group
     return first + within % size, within // size
 
@@ -252,7 +279,7 @@ def tile_of(t, row_tiles, col_tiles, GROUP: tl.constexpr):
 def look_up(
     t, count, row_tiles, col_tiles, expert_ptr, start_ptr, end_ptr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """(expert, first row, end row, column tile) of a tile; a number past the last tile gives the last.
+    """(expert, first row, end row, column tile) of a tile; past the last tile, those of the last.
 
     Kernels look the next tile up while they work on the current one, which hides the latency of
     these loads.

@@ -38,6 +38,7 @@ from moe.kernels._tiles import (
     weight_tile,
 )
 from moe.kernels._triton import tl, triton
+from moe.kernels._tuning import size_class
 from moe.kernels.activations import (
     WIDTH,
     act,
@@ -78,7 +79,7 @@ def down_backward_ref(
     wide = arithmetic_dtype(h_RH.dtype)
     gate_R1 = None
     if gates_S is not None:
-        gate_R = gates_S if slot_R is None or R == 0 else gates_S.index_select(0, slot_R)
+        gate_R = gates_S[:R] if slot_R is None or R == 0 else gates_S.index_select(0, slot_R)
         gate_R1 = gate_R[:, None].to(wide)
     if not (want_dh or want_dgate):
         a = activation_ref(h_RH, activation).to(wide)
@@ -141,8 +142,8 @@ def _finish(
             a = f * up
         else:
             a, slope = act_and_slope(h, ACT)
-        # Pairing A with dA keeps both in the accumulator's layout. Left alone, the compiler reads H in
-        # two layouts and computes the activation twice.
+        # Pairing A with dA keeps both in the accumulator's layout. Left alone, the compiler reads H
+        # in two layouts and computes the activation twice.
         da, a = tl.join(da, a).split()
         dot = tl.sum(da * a, axis=1)
         if GATES:
@@ -171,7 +172,7 @@ def _down_backward_kernel(
     SLOTS: tl.constexpr, WANT_DH: tl.constexpr, WANT_A: tl.constexpr, WANT_DOT: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tile_count_ptr)
     col_tiles = tl.cdiv(N, BN)
@@ -181,9 +182,7 @@ def _down_backward_kernel(
         first, count, row_tiles, col_tiles, tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP
     )
     sources = source_rows(token_ptr, start, end, BM, GATHER)
-    for t in tl.range(
-        first, count, tl.num_programs(0), flatten=FLATTEN, disallow_acc_multi_buffer=True
-    ):
+    for t in tl.range(first, count, tl.num_programs(0), disallow_acc_multi_buffer=True):
         do_at = sources.to(tl.int64) * stride_do
         next_e, next_start, next_end, next_col_tile = look_up(
             t + tl.num_programs(0), count, row_tiles, col_tiles,
@@ -335,7 +334,14 @@ def down_backward_triton(
         )  # fmt: skip
         return None, a_RN, None
 
-    c = config or _tiles.pick_config("down_backward", h_RH.dtype, tiles.rows)
+    c = config or _tiles.pick_config(
+        "down_backward", h_RH.dtype, tiles.rows, (size_class(R), D, H, activation),
+        lambda c: down_backward_triton(
+            do_TD, w2_EDN, b2_ED, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, activation,
+            want_dh, want_a, want_dgate, tiles, c,
+        ),
+        h_RH.device,
+    )  # fmt: skip
     do_TD = _tiles.with_unit_stride(do_TD)
     tma = _tiles.tma_serves(do_TD, w2_EDN, h_RH)
     do_desc = w_desc = h_desc = dh_desc = a_desc = None
@@ -364,7 +370,7 @@ def down_backward_triton(
         ACT=activation, WIDTH=width, GATHER=token_R is not None, **gate_args, WANT_DH=want_dh,
         WANT_A=want_a, WANT_DOT=want_dgate, TMA=tma, EVEN=D % c.bk == 0,
         VEC=vec, BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group,
-        SPLIT=c.split, FLATTEN=c.flatten, num_warps=c.warps, num_stages=c.stages,
+        SPLIT=c.split, num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     if want_dgate:
         if b2_ED is not None:

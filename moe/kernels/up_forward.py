@@ -25,6 +25,7 @@ from moe.kernels._tiles import (
     weight_tile,
 )
 from moe.kernels._triton import tl, triton
+from moe.kernels._tuning import size_class
 from moe.kernels.activations import WIDTH, act, activation_ref
 
 # --------------------------------------------------------------------------------------- reference
@@ -89,7 +90,7 @@ def _up_kernel(
     ACT: tl.constexpr, WIDTH: tl.constexpr, GATHER: tl.constexpr, STORE_H: tl.constexpr,
     BIAS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tile_count_ptr)
     col_tiles = tl.cdiv(H, BN)
@@ -99,9 +100,7 @@ def _up_kernel(
         first, count, row_tiles, col_tiles, tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP
     )
     sources = source_rows(token_ptr, start, end, BM, GATHER)
-    for t in tl.range(
-        first, count, tl.num_programs(0), flatten=FLATTEN, disallow_acc_multi_buffer=True
-    ):
+    for t in tl.range(first, count, tl.num_programs(0), disallow_acc_multi_buffer=True):
         x_at = sources.to(tl.int64) * stride_x
         next_e, next_start, next_end, next_col_tile = look_up(
             t + tl.num_programs(0), count, row_tiles, col_tiles,
@@ -157,7 +156,13 @@ def up_forward_triton(
     a_RN = x_TD.new_empty(R, N)
     if R == 0:
         return h_RH, a_RN
-    c = config or _tiles.pick_config("up", x_TD.dtype, tiles.rows)
+    c = config or _tiles.pick_config(
+        "up", x_TD.dtype, tiles.rows, (size_class(R), D, H, activation),
+        lambda c: up_forward_triton(
+            x_TD, w1_EHD, b1_EH, token_R, offsets_E1, activation, save_h, tiles, c
+        ),
+        x_TD.device,
+    )  # fmt: skip
     x_TD = _tiles.with_unit_stride(x_TD)
     b1_EH = None if b1_EH is None else b1_EH.contiguous()
     tma = _tiles.tma_serves(x_TD, w1_EHD, a_RN, h_RH)
@@ -179,7 +184,7 @@ def up_forward_triton(
         ACT=activation, WIDTH=width, GATHER=token_R is not None, STORE_H=save_h,
         BIAS=b1_EH is not None, TMA=tma, EVEN=D % c.bk == 0,
         VEC=vec, BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group,
-        SPLIT=c.split, FLATTEN=c.flatten, num_warps=c.warps, num_stages=c.stages,
+        SPLIT=c.split, num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     return h_RH, a_RN
 

@@ -27,6 +27,7 @@ from moe.kernels._grouped import (
 )
 from moe.kernels._tiles import Config, halves, ragged_load
 from moe.kernels._triton import tl, triton
+from moe.kernels._tuning import size_class
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -248,7 +249,14 @@ def weight_gradient_triton(
     out_EIO = left_RI.new_empty(E, I, O) if add_to_EIO is None else add_to_EIO
     if left_RI.shape[0] == 0 or right_RO.shape[0] == 0:
         return out_EIO.zero_() if add_to_EIO is None else out_EIO
-    c = config or _tiles.pick_config("outer", left_RI.dtype)
+    c = config or _tiles.pick_config(
+        "outer", left_RI.dtype, None,
+        (size_class(left_RI.shape[0]), I, O, "left" if left_token_R is not None else "right"),
+        lambda c: weight_gradient_triton(
+            left_RI, right_RO, left_token_R, right_token_R, offsets_E1, None, c
+        ),
+        left_RI.device,
+    )  # fmt: skip
     left_RI, right_RO = _tiles.with_unit_stride(left_RI), _tiles.with_unit_stride(right_RO)
     tma = _tiles.tma_serves(left_RI, right_RO, out_EIO)
     vec = 16 // left_RI.element_size() if tma else 1
