@@ -139,7 +139,7 @@ def rows_triton(
         tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
         I, O, a_RI.stride(0), w_EIO.stride(0), w_EIO.stride(1), w_EIO.stride(2),
         TRANSPOSED=transposed, BIAS=bias_EO is not None, SCALE=scale_R is not None, TMA=tma,
-        BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, SPLIT=c.split, FLATTEN=c.flatten,
+        BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, SPLIT=c.split,
         num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     return out_RO
