@@ -57,7 +57,7 @@ def run(
             receivers.append(receiver)
             processes.append(process)
         try:
-            return _collect(receivers, Path(folder), time.monotonic() + timeout_s)
+            return _collect(receivers, Path(folder), time.monotonic() + timeout_s + 15)
         finally:
             for process in processes:
                 process.join(timeout=5)
@@ -100,7 +100,7 @@ def _child(
     args: tuple[Any, ...],
 ) -> None:
     stacks = open(f"{folder}/stack_{rank}", "w")  # noqa: SIM115 (open until the process ends)
-    faulthandler.dump_traceback_later(max(1.0, timeout_s - 5), file=stacks)
+    faulthandler.dump_traceback_later(timeout_s, file=stacks)
     try:
         import torch
         import torch.distributed as dist
