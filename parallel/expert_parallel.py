@@ -1,0 +1,332 @@
+"""Expert parallelism: an MoE layer whose experts live on several ranks.
+
+    layer = expert_parallel(layer, mesh, ExpertParallelOptions())
+
+The router and the shared expert stay on every rank; `layer.experts` holds this rank's experts and
+runs dispatch, experts and combine in one forward. One module that owns the weights and uses all of
+them at once is one unit of ZeRO-3 or FSDP: one gather of weights per pass, however many chunks, and
+no rank can ask for other weights than its neighbours, the cause of most hangs of that kind
+(github.com/deepspeedai/DeepSpeed/issues/4966).
+
+What computes while rows travel, in forward (backward is the mirror image):
+
+    dispatch 0      own tokens with own experts
+    dispatch i + 1  experts on the rows of step i
+    combine i       experts on the rows of step i + 1
+    last combine    shared expert
+
+Every rank runs the same exchanges whatever its tokens, with zero rows too; a rank or an expert
+without tokens gets zero gradients, not none.
+
+Shape letters: T tokens, D model width, E experts of this rank, H columns of the up-projection, N
+expert width, C rows sent, Q rows received, P pairs of token and expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe import MoE, MoEConfig, Routing
+from moe.experts import BACKENDS, experts
+from moe.kernels._triton import pick_backend
+from parallel.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
+from parallel.dispatch import (
+    SCHEDULES,
+    Cut,
+    exchange_counts,
+    plan_dispatch,
+    received_routing,
+    sort_pairs,
+)
+from parallel.mesh import Mesh
+from parallel.pull import Pull, SymmetricMemory
+from parallel.transport import Collective, Pairwise, Transport
+
+PAYLOADS = ("model", "float8")
+TRANSPORTS = ("collective", "pull")
+
+
+@dataclass(frozen=True)
+class ExpertParallelOptions:
+    """How tokens travel. None of it changes which numbers are summed, or in which order.
+
+    Raises:
+        ValueError: unknown values, or a setting that another one makes useless.
+    """
+
+    chunks: int | None = None
+    """Parts that a rank's tokens are cut into, so that one moves while another computes; None = 2.
+    Only for schedule=all."""
+    schedule: str = "all"
+    """all: each step goes to all ranks; pairwise: each step to one, in ring order."""
+    deduplicate: bool = True
+    """A token crosses once per rank, not once per expert."""
+    payload: str = "model"
+    """model: rows in the model's dtype; float8: dispatched rows in E4M3 with 1×128 scales."""
+    transport: str = "collective"
+    """collective: NCCL or gloo; pull: copy engine through symmetric memory, GPUs of one host."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("schedule", SCHEDULES),
+            ("payload", PAYLOADS),
+            ("transport", TRANSPORTS),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"parallel.{name}={value!r} is unknown; allowed: {', '.join(allowed)}"
+                )
+        if self.chunks is not None and self.chunks < 1:
+            raise ValueError(f"parallel.chunks={self.chunks} must be at least 1")
+        if self.schedule == "pairwise":
+            if self.chunks is not None:
+                raise ValueError(
+                    f"parallel.chunks={self.chunks} has no effect with parallel.schedule=pairwise, "
+                    "whose steps are the other ranks; leave it out"
+                )
+            if self.transport != "collective":
+                raise ValueError(
+                    f"parallel.transport={self.transport} already goes from rank to rank; allowed "
+                    "with parallel.schedule=pairwise: collective"
+                )
+
+
+def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | None:
+    """What moves rows in the expert group; None when nothing has to move. Layers can share it."""
+    if mesh.plan.expert == 1:
+        return None
+    group = mesh.group("expert")
+    assert group is not None, f"no expert group in a world of {mesh.plan.world}"
+    if options.transport == "pull":
+        if mesh.device.type != "cuda":
+            raise ValueError(
+                f"parallel.transport=pull needs CUDA devices, this run is on {mesh.device.type}; "
+                "allowed here: collective"
+            )
+        return Pull(SymmetricMemory(group, mesh.device), mesh.device)
+    return Pairwise(group) if options.schedule == "pairwise" else Collective(group)
+
+
+class ParallelExperts(nn.Module):
+    """This rank's experts, and the exchange that brings tokens to them.
+
+    The weights are kept as matrices of E·H and E·D rows, so that a sharding by rows is balanced
+    whatever the number of experts.
+
+    Attributes:
+        w1: [E·H, D], w2: [E·D, N]: `MoE.w1` and `MoE.w2` of this rank's experts.
+        first_expert: number of the first of them in the whole layer.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        w1_EHD: Tensor,
+        w2_EDN: Tensor,
+        mesh: Mesh,
+        options: ExpertParallelOptions,
+        transport: Transport | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.mesh = mesh
+        self.options = options
+        self.transport = transport
+        mine = mesh.local_experts(config.num_experts)
+        self.first_expert, self.num_experts = mine.start, len(mine)
+        self.cut = Cut(
+            mesh.plan.expert,
+            self.num_experts,
+            options.chunks or 2,
+            options.schedule,
+            options.deduplicate,
+        )
+        for name, weight in (("w1", w1_EHD), ("w2", w2_EDN)):
+            own = weight.detach()[mine.start : mine.stop].flatten(0, 1).clone()
+            self.register_parameter(name, nn.Parameter(own, weight.requires_grad))
+
+    @torch.compiler.disable
+    def forward(
+        self, x_TD: Tensor, routing: Routing, shared: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Routed experts of this rank's tokens, plus `shared(x)`; in the dtype of `moe.experts`.
+
+        Args:
+            x_TD: this rank's tokens, any number.
+            routing: their experts, numbered over the whole layer.
+            shared: the expert that every token uses.
+        """
+        config = self.config
+        weights = (
+            self.w1.view(self.num_experts, -1, self.w1.shape[1]),
+            self.w2.view(self.num_experts, -1, self.w2.shape[1]),
+        )
+
+        def compute(rows: Tensor, routing: Routing) -> Tensor:
+            return experts(
+                rows, *weights, routing,
+                activation=config.activation, save=config.save, backend=config.kernels,
+            )  # fmt: skip
+
+        if self.transport is None:
+            y_TD = compute(x_TD, routing)
+            return y_TD if shared is None else y_TD + shared(x_TD)
+
+        rank = self.mesh.place("expert")
+        rows_TD = _autocast(x_TD)
+        backend = pick_backend(config.kernels, rows_TD, available=BACKENDS)
+        pairs = sort_pairs(routing, self.cut, rank, config.kernels)
+        counts_NB2 = exchange_counts(pairs.counts_B2, self.transport_group)
+        plan = plan_dispatch(pairs, counts_NB2, self.cut, rank, backend)
+        gates, ids = plan.gates(routing.gates_S, pairs.row_S), plan.ids()
+        rows_CD = spread(rows_TD, plan.copies)
+        if plan.expansion is not None:
+            rows_CD = spread(rows_CD, plan.expansion)
+        parts = list(rows_CD.split([sum(step.rows.send) for step in plan.steps]))
+        del rows_CD
+
+        def dispatch(i: int):
+            step, id_P = plan.steps[i], WithIds(ids[i])
+            payload = Float8() if self.options.payload == "float8" else Plain()
+            return (
+                id_P,
+                issue(gates[i], self.transport, step.pairs, id_P),
+                issue(parts[i], self.transport, step.rows, payload),
+            )
+
+        sent = dispatch(0)
+        y_TD = compute(
+            rows_TD, plan.local(gates[-1], x_TD.shape[0], self.num_experts, config.kernels)
+        )
+        returning = []
+        for i, step in enumerate(plan.steps):
+            id_P, *flights = sent
+            if i + 1 < len(plan.steps):
+                sent = dispatch(i + 1)
+            gate_P, rows_QD = (wait(*flight) for flight in flights)
+            received = received_routing(
+                id_P.ids, gate_P, rows_QD.shape[0], self.num_experts, self.cut.deduplicate,
+                config.kernels,
+            )  # fmt: skip
+            y_QD = compute(rows_QD, received)
+            returning.append(issue(y_QD, self.transport, step.rows.reversed()))
+        if shared is not None:
+            y_TD = y_TD + shared(x_TD)
+        back_CD = torch.cat([wait(*flight) for flight in returning])
+        if plan.expansion is not None:
+            back_CD = collect(back_CD, plan.expansion)
+        return collect(back_CD, plan.copies) + y_TD
+
+    @property
+    def transport_group(self):
+        return self.mesh.group("expert")
+
+    def extra_repr(self) -> str:
+        last = self.first_expert + self.num_experts - 1
+        return f"experts {self.first_expert} to {last} of {self.config.num_experts}, {self.options}"
+
+
+class ExpertParallelMoE(MoE):
+    """An `MoE` whose experts are split over the expert group of a mesh.
+
+    Attributes:
+        router, shared, routing_hook: those of the layer it was made from.
+        experts: `ParallelExperts`, in place of w1 and w2.
+    """
+
+    def __init__(
+        self,
+        layer: MoE,
+        mesh: Mesh,
+        options: ExpertParallelOptions,
+        transport: Transport | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.config = layer.config
+        self.router, self.shared = layer.router, layer.shared
+        self.routing_hook = layer.routing_hook
+        self.experts = ParallelExperts(layer.config, layer.w1, layer.w2, mesh, options, transport)
+        self.train(layer.training)
+
+    def reset_parameters(self) -> None:
+        raise RuntimeError("weights are drawn for the whole layer, before it is split")
+
+    def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        return self.experts(x_TD, routing, self.shared)
+
+
+def expert_parallel(
+    layer: MoE,
+    mesh: Mesh,
+    options: ExpertParallelOptions | None = None,
+    transport: Transport | None = None,
+) -> ExpertParallelMoE:
+    """The distributed form of a layer; all ranks must have built the same layer.
+
+    Its statistics are of this rank's tokens, as those of every layer; whoever needs them for the
+    whole step adds them up over the ranks.
+
+    Args:
+        layer: the whole layer; its router and shared expert are taken over, its experts copied.
+        transport: shared with other layers; a new one when None.
+
+    Raises:
+        ValueError: experts that the expert ranks do not divide, or a transport that cannot work.
+    """
+    options = options or ExpertParallelOptions()
+    ranks = mesh.plan.expert
+    if layer.config.num_experts % ranks:
+        raise ValueError(
+            f"parallel.expert={ranks} does not divide num_experts={layer.config.num_experts}"
+        )
+    if transport is None:
+        transport = make_transport(options, mesh)
+    return ExpertParallelMoE(layer, mesh, options, transport)
+
+
+@dataclass(frozen=True)
+class ExpertRange:
+    """Where a rank's part of an expert weight lies in the whole tensor, flattened."""
+
+    name: str
+    """Logical name, the same in every layout: `…w1` or `…w2` of the `MoE`."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    """First element."""
+
+
+def split_experts(
+    model: nn.Module, mesh: Mesh, options: ExpertParallelOptions | None = None
+) -> dict[str, ExpertRange]:
+    """Replace every MoE layer of a model by its distributed form, in place.
+
+    Returns:
+        name of each expert parameter, as the model now has it, → its place in the whole tensor.
+    """
+    options = options or ExpertParallelOptions()
+    transport = make_transport(options, mesh)
+    ranges = {}
+    for name, layer in [(n, m) for n, m in model.named_modules() if type(m) is MoE]:
+        parent, _, child = name.rpartition(".")
+        parallel = expert_parallel(layer, mesh, options, transport)
+        setattr(model.get_submodule(parent), child, parallel)
+        prefix = f"{name}." if name else ""
+        for weight in ("w1", "w2"):
+            shape = tuple(getattr(layer, weight).shape)
+            start = parallel.experts.first_expert * shape[1] * shape[2]
+            ranges[f"{prefix}experts.{weight}"] = ExpertRange(f"{prefix}{weight}", shape, start)
+    return ranges
+
+
+def _autocast(x_TD: Tensor) -> Tensor:
+    """Rows travel in the dtype in which the experts would read them."""
+    device = x_TD.device.type
+    if torch.is_autocast_enabled(device) and x_TD.dtype != torch.float64:
+        return x_TD.to(torch.get_autocast_dtype(device))
+    return x_TD
