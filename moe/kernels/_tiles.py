@@ -101,6 +101,15 @@ _FULL = {  # float32 products run on the plain cores (no TF32): accuracy first
     "down_backward": [Config(64, 64, 32, warps=4, stages=2, split=1)],
     "outer": [Config(64, 64, 32, warps=4, stages=2, split=1)],
 }
+_TRIALS: dict[str, list[Config]] = {
+    "up": [Config(128, 256, 64, stages=3, split=2, group=16)],
+    "rows": [Config(128, 256, 64, stages=4, split=4, group=16)],
+    "down_backward": [Config(128, 256, 64, stages=3, split=8)],
+    "outer": [
+        Config(128, 256, 64, stages=7, split=4),
+        Config(256, 128, 64, stages=7, split=4, flatten=True),
+    ],
+}
 _SMALL_ROWS = 64  # mean rows per expert below which tiles of 64 rows waste less
 
 _forced: dict[str, Config] = {}
@@ -131,9 +140,17 @@ def candidates(kernel: str, dtype: torch.dtype, bm: int | None) -> list[Config]:
     return table[kernel]
 
 
+def trials(kernel: str) -> list[Config]:
+    """What `scripts/bench_moe.py --tune` measures: the configurations of 16-bit types, and more.
+
+    A trial moves to the tables above once it was right and fastest on a card.
+    """
+    return [*_HALF[kernel], *_TRIALS.get(kernel, [])]
+
+
 def all_configs(kernel: str) -> list[Config]:
     """Every configuration that a kernel can be given."""
-    return list(dict.fromkeys(c for t in (_HALF, _HALF_SMALL, _FULL) for c in t[kernel]))
+    return list(dict.fromkeys(c for t in (_HALF, _TRIALS, _HALF_SMALL, _FULL) for c in t[kernel]))
 
 
 _picked: dict[tuple, Config] = {}

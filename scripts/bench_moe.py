@@ -1,0 +1,659 @@
+"""Speed of the MoE layer beside its peers on one GPU: forward and backward, router included.
+
+    python scripts/bench_moe.py                              all six shapes, ours and torch
+    python scripts/bench_moe.py --shapes 0,3 --seconds 200   two of them, in bounded time
+    python scripts/bench_moe.py --tune --shapes 0            each kernel alone, each configuration
+    python scripts/bench_moe.py --rounding                   token rounding beside plain top-K
+
+What is timed: x → router logits → top-K and gates → sorting metadata → experts → output, and the
+backward of all of it (`--experts-only`: routing given). Model FLOPs of gated experts: 6 R N D
+forward and 12 R N D backward with R the (token, expert) pairs, no padding, no router. Medians over
+repeats with a flushed L2 cache; forced-balance routing (every expert the same count) and the random
+routing of a fresh router stand side by side. Beside each speed: the relative error of the output
+and of the gradients of x, w1, w2 and of the logits against float32, on one small shape.
+
+Peers are measured where they can be imported (SonicMoE, ScatterMoE, Liger-Kernel) and named as
+absent where not. Results: a table, JSON and a PNG under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import itertools
+
+from moe.experts import experts
+from moe.kernels import _tiles
+from moe.kernels._rows import rows_triton
+from moe.kernels.combine import combine
+from moe.kernels.down_backward import down_backward_triton
+from moe.kernels.router_logits import router_logits
+from moe.kernels.routing_metadata import tile_schedule
+from moe.kernels.topk_gating import topk_gating
+from moe.kernels.up_forward import up_forward_triton
+from moe.kernels.weight_gradient import weight_gradient_triton
+from moe.rounding import RoundingConfig, round_tokens
+from moe.routing import Routing
+
+SHAPES = {  # T, D, N, E, K
+    "7B n=256": (24576, 1536, 256, 128, 8),
+    "30B n=256": (32768, 4096, 256, 256, 16),
+    "OLMoE": (32768, 2048, 1024, 64, 8),
+    "Qwen3-30B-A3B": (32768, 2048, 768, 128, 8),
+    "Mixtral": (16384, 4096, 14336, 8, 2),
+    "DeepSeek-V3-like": (16384, 7168, 2048, 256, 8),
+}
+ROUNDING_SHAPES = {
+    "rounding K=2": (16384, 1536, 1024, 128, 2),
+    "rounding K=4": (16384, 4096, 1024, 256, 4),
+}
+BF16 = torch.bfloat16
+FORMULA = "model FLOPs = 6 R N D forward, 12 R N D backward, R = (token, expert) pairs"
+
+Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x, router weight, w1, w2 -> out
+
+
+# ------------------------------------------------------------------------------------------ measure
+
+
+@functools.cache
+def _l2() -> Tensor:
+    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+
+def median_ms(run: Callable[[], object], seconds: float = 0.4, most: int = 60) -> float:
+    """Median milliseconds of a call with a cold L2 cache."""
+    run()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    once = max(time.perf_counter() - began, 1e-4)
+    repeats = max(3, min(most, int(seconds / once)))
+    for _ in range(min(3, repeats)):
+        run()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in marks:
+        _l2().zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in marks)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+# ------------------------------------------------------------------------------------------- layers
+
+
+def operands(shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, router weight (float32), w1 interleaved, w2; activations of order one."""
+    T, D, N, E, _ = shape
+    torch.manual_seed(seed)
+    x = torch.randn(T, D, device="cuda", dtype=BF16)
+    router = torch.randn(E, D, device="cuda") * D**-0.5
+    w1 = torch.empty(E, 2 * N, D, device="cuda", dtype=BF16).normal_(std=D**-0.5)
+    w2 = torch.empty(E, D, N, device="cuda", dtype=BF16).normal_(std=N**-0.5)
+    return x, router, w1, w2
+
+
+def balanced_choice(T: int, E: int, K: int) -> Tensor:
+    """Every expert gets the same number of tokens, in no order that a cache would like."""
+    generator = torch.Generator().manual_seed(1)
+    first = torch.arange(T) * K
+    expert_TK = (first[:, None] + torch.arange(K)[None]) % E
+    return torch.randperm(E, generator=generator)[expert_TK[torch.randperm(T)]].int().cuda()
+
+
+class Route:
+    """Logits → routing, random by the router's own choice or forced to a given one."""
+
+    def __init__(self, shape, balanced: bool, rounding: RoundingConfig | None = None):
+        T, _, _, self.E, self.K = shape
+        self.forced = balanced_choice(T, self.E, self.K) if balanced else None
+        self.rounding = rounding
+
+    def choose(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits, expert_TK, gate_TK) with the kernels of this project."""
+        logits = router_logits(x, router)
+        gating = topk_gating(logits, self.K)
+        if self.forced is None:
+            return logits, gating.expert_TK, gating.gate_TK
+        return logits, self.forced, gating.gate_TK
+
+    def routing(self, x: Tensor, router: Tensor) -> Routing:
+        if self.rounding is not None:
+            logits = router_logits(x, router)
+            return round_tokens(logits, topk_gating(logits, self.K), self.rounding)
+        _, expert_TK, gate_TK = self.choose(x, router)
+        return Routing.from_topk(expert_TK, gate_TK, self.E)
+
+
+def ours(shape, route: Route, save: str = "h") -> Layer:
+    def layer(x, router, w1, w2):
+        return experts(x, w1, w2, route.routing(x, router), save=save, backend="triton")
+
+    return layer
+
+
+def torch_grouped(shape, route: Route, compiled: bool) -> Layer:
+    """torch.nn.functional.grouped_mm between an argsort and a scatter: what torchtitan does."""
+    T, D, _, E, K = shape
+    grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+    def layer(x, router, w1, w2):
+        gates, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(K, -1)
+        if route.forced is not None:
+            expert_TK = route.forced
+        gates = gates / gates.sum(-1, keepdim=True)
+        flat = expert_TK.reshape(-1).long()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(E, dtype=torch.int64, device=x.device).scatter_add_(
+            0, flat, torch.ones_like(flat)
+        )
+        offs = counts.cumsum(0).int()
+        rows = x.index_select(0, order // K)
+        h = grouped(rows, w1.transpose(1, 2), offs=offs)
+        a = F.silu(h[:, 0::2]) * h[:, 1::2]
+        y = grouped(a, w2.transpose(1, 2), offs=offs)
+        y = y * gates.reshape(-1)[order, None].to(y.dtype)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=x.device))
+        return y.index_select(0, back).view(T, K, D).sum(1)
+
+    return torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+
+
+def eager(shape, route: Route, halves: bool = False) -> Layer:
+    """A loop over the experts in plain torch; halves: gate rows of w1 first, then up rows."""
+    _, _, N, E, K = shape
+
+    def layer(x, router, w1, w2):
+        gates, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(K, -1)
+        if route.forced is not None:
+            expert_TK = route.forced
+        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, k = torch.where(expert_TK == e)
+            h = x[token] @ w1[e].t()
+            gate, up = (h[:, :N], h[:, N:]) if halves else (h[:, 0::2], h[:, 1::2])
+            a = F.silu(gate) * up
+            out = out.index_add(0, token, (a @ w2[e].t()) * gates[token, k, None])
+        return out
+
+    return layer
+
+
+def sonic(shape, route: Route) -> Layer:
+    import sonicmoe.functional as S
+    from sonicmoe.enums import ActivationType
+
+    if route.forced is not None:
+        raise ImportError("takes its own routing")
+    K = shape[4]
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def layer(x, router, w1, w2):
+        out = S.moe_TC_softmax_topk_layer(
+            x, router.to(x.dtype), w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None, K, stream,
+            ActivationType.SWIGLU, False,
+        )  # fmt: skip
+        return out[0] if isinstance(out, tuple) else out
+
+    return layer
+
+
+def scatter(shape, route: Route) -> Layer:
+    import scattermoe
+
+    K = shape[4]
+
+    def layer(x, router, w1, w2):
+        gates, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(K, -1)
+        if route.forced is not None:
+            expert_TK = route.forced
+        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        sorted_ids, sorted_slots, ends = scattermoe.kernels.ops.flatten_sort_count(
+            expert_TK.long(), w1.shape[0]
+        )
+        P = scattermoe.parallel_experts.parallel_linear
+        h = P(x, w1.transpose(1, 2), K, sorted_ids, sorted_slots, ends, grouped_out=True)
+        a = F.silu(h[:, 0::2]) * h[:, 1::2]
+        return P(
+            a, w2.transpose(1, 2), 1, sorted_ids, sorted_slots, ends, grouped_in=True, gates=gates
+        )
+
+    return layer
+
+
+def liger(shape, route: Route) -> Layer:
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    K = shape[4]
+
+    def layer(x, router, w1, w2):
+        gates, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(K, -1)
+        if route.forced is not None:
+            expert_TK = route.forced
+        gates = gates / gates.sum(-1, keepdim=True)
+        return LigerFusedMoEFunction.apply(x, w1, w2, expert_TK.int(), gates)
+
+    return layer
+
+
+PEERS: dict[str, Callable] = {
+    "tessera": ours,
+    "tessera save=x": functools.partial(ours, save="x"),
+    "grouped_mm": functools.partial(torch_grouped, compiled=False),
+    "grouped_mm compiled": functools.partial(torch_grouped, compiled=True),
+    "eager loop": eager,
+    "SonicMoE": sonic,
+    "ScatterMoE": scatter,
+    "Liger": liger,
+}
+
+GATE_ROWS_FIRST = {"Liger"}  # reads w1 as gate rows, then up rows
+
+
+def cublas_bound(shape) -> tuple[float, float]:
+    """(forward, backward) milliseconds of dense products of equal groups, and nothing else."""
+    T, D, N, E, K = shape
+    M = T * K // E
+    made = functools.partial(torch.randn, device="cuda", dtype=BF16)
+    x, h, a = made(E, M, D), made(E, M, 2 * N), made(E, M, N)
+    w1, w2 = made(E, 2 * N, D), made(E, D, N)
+    forward = [(x, w1.mT), (a, w2.mT)]
+    backward = [(x, w2), (x.mT, a), (h, w1), (h.mT, x)]  # dA, dW2, dX, dW1
+    return tuple(
+        sum(median_ms(lambda p=p: torch.bmm(*p), seconds=0.15) for p in products)
+        for products in (forward, backward)
+    )
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+def measure(name: str, shape, route: Route, given: Routing | None = None) -> dict:
+    """Times, kept memory and, at 1024 tokens, errors of one layer."""
+    T, D, N, _E, K = shape
+    row = {
+        "name": name,
+        "shape": shape,
+        "routing": "random" if route.forced is None else "balanced",
+    }
+    layer = PEERS[name](shape, route)
+    inputs = [t.requires_grad_() for t in operands(shape)]
+    if given is not None:
+        x, _router, w1, w2 = inputs
+        gates = given.gates_S.detach().requires_grad_()
+        given = Routing(**{**vars(given), "gates_S": gates})
+        inputs = [x, gates, w1, w2]
+
+        def layer(x, gates, w1, w2):
+            return experts(x, w1, w2, given, backend="triton")
+
+    pairs = T * K
+    if name.startswith("tessera"):
+        routing = given or route.routing(inputs[0], inputs[1])
+        pairs = int(routing.offsets_E1[-1])
+        row["mean tile fill"] = pairs / (128 * max(1, int(((routing.counts_E + 127) // 128).sum())))
+    before = torch.cuda.memory_allocated()
+    out = layer(*inputs)
+    torch.cuda.synchronize()
+    row["kept MiB"] = (
+        torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    ) / 2**20
+    dout = torch.randn_like(out)
+    with torch.no_grad():
+        row["inference ms"] = median_ms(lambda: layer(*inputs))
+    forward = median_ms(lambda: layer(*inputs))
+
+    def both():
+        torch.autograd.grad(layer(*inputs), inputs, dout)
+
+    total = median_ms(both)
+    flops = 6 * pairs * N * D
+    row |= {
+        "forward ms": forward, "backward ms": total - forward, "both ms": total,
+        "forward TFLOP/s": flops / forward / 1e9,
+        "backward TFLOP/s": 2 * flops / (total - forward) / 1e9,
+        "both TFLOP/s": 3 * flops / total / 1e9,
+    }  # fmt: skip
+    return row
+
+
+def errors(name: str, shape, balanced: bool) -> dict[str, float]:
+    """Relative errors against float32, at 1024 tokens and up to 32 experts of the same width."""
+    _, D, N, E, K = shape
+    small = (1024, min(D, 2048), min(N, 1024), min(E, 32), K)
+    route = Route(small, balanced)
+    inputs = [t.requires_grad_() for t in operands(small, seed=7)]
+    layer = PEERS[name](small, route)
+    out = layer(*inputs)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, dout)
+    wide = [t.detach().float().requires_grad_() for t in inputs]
+    exact = eager(small, route, halves=name in GATE_ROWS_FIRST)
+    x, router, w1, w2 = wide
+    want = exact(x, router, w1, w2)
+    want_grads = torch.autograd.grad(want, wide, dout.float())
+    named = zip(("out", "dx", "drouter", "dw1", "dw2"), (out, *grads), (want, *want_grads))
+    return {key: relative_error(got, exact) for key, got, exact in named}
+
+
+def bench(args, shapes: dict) -> list[dict]:
+    rows = []
+    for label, shape in shapes.items():
+        print(f"\n{label}: T, D, N, E, K = {shape}", flush=True)
+        for name in args.peers:
+            for balanced in args.routings:
+                if time.perf_counter() > args.deadline:
+                    print("out of time: the rest is left out")
+                    return rows
+                torch.cuda.empty_cache()
+                row = {"name": name, "shape": shape, "label": label}
+                try:
+                    row |= measure(name, shape, Route(shape, balanced))
+                    row |= {"errors": errors(name, shape, balanced)}
+                except ImportError as error:
+                    row["absent"] = str(error)
+                except Exception as error:
+                    row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                    if args.verbose:
+                        traceback.print_exc()
+                rows.append(row)
+                print(line(row), flush=True)
+        if args.bound and time.perf_counter() < args.deadline:
+            torch.cuda.empty_cache()
+            T, D, N, _, K = shape
+            with contextlib.suppress(torch.OutOfMemoryError):
+                forward, backward = cublas_bound(shape)
+                flops = 6 * T * K * N * D
+                row = {
+                    "name": "cuBLAS bound", "shape": shape, "label": label, "routing": "balanced",
+                    "forward ms": forward, "backward ms": backward, "both ms": forward + backward,
+                    "forward TFLOP/s": flops / forward / 1e9,
+                    "backward TFLOP/s": 2 * flops / backward / 1e9,
+                    "both TFLOP/s": 3 * flops / (forward + backward) / 1e9,
+                }  # fmt: skip
+                rows.append(row)
+                print(line(row), flush=True)
+    return rows
+
+
+def line(row: dict) -> str:
+    head = f"  {row['name']:20s} {row.get('routing', ''):9s}"
+    if "absent" in row:
+        return f"{head} absent: {row['absent']}"
+    if "failed" in row:
+        return f"{head} FAILED: {row['failed']}"
+    text = (
+        f"{head} fwd {row['forward ms']:8.3f} ms {row['forward TFLOP/s']:5.0f}   "
+        f"bwd {row['backward ms']:8.3f} ms {row['backward TFLOP/s']:5.0f}   "
+        f"both {row['both TFLOP/s']:5.0f} TFLOP/s"
+    )
+    if "kept MiB" in row:
+        text += f"   kept {row['kept MiB']:6.0f} MiB"
+    if "errors" in row:
+        text += "   " + " ".join(f"{k} {v:.1e}" for k, v in row["errors"].items())
+    return text
+
+
+def bench_rounding(args) -> list[dict]:
+    """Plain top-K against rounding to the nearest whole tile, by model FLOPs of their pairs."""
+    rows = []
+    for label, shape in ROUNDING_SHAPES.items():
+        print(f"\n{label}: T, D, N, E, K = {shape}; nearest, tile 128", flush=True)
+        x, router, *_ = operands(shape)
+        speeds = {}
+        for kind in ("top-K", "rounded"):
+            # Unbounded below: the shapes are measured whatever the mean number of tiles is.
+            config = RoundingConfig(tile=128, min_mean_tiles=0.0) if kind == "rounded" else None
+            route = Route(shape, False, config)
+            with torch.no_grad():
+                given = route.routing(x, router)
+            for scope in ("layer", "experts"):
+                if time.perf_counter() > args.deadline:
+                    return rows
+                torch.cuda.empty_cache()
+                row = {"label": label, "kind": kind, "scope": scope}
+                row |= measure("tessera", shape, route, given if scope == "experts" else None)
+                row["name"] = f"{kind}, {scope}"
+                speeds[kind, scope] = row["both TFLOP/s"]
+                rows.append(row)
+                print(line(row) + f"   tile fill {row['mean tile fill']:.3f}", flush=True)
+        for scope in ("layer", "experts"):
+            ratio = speeds["rounded", scope] / speeds["top-K", scope]
+            print(f"  rounded / top-K, {scope}: {ratio:.3f}", flush=True)
+    return rows
+
+
+# --------------------------------------------------------------------------------------------- tune
+
+
+def tune(args, shapes: dict) -> list[dict]:
+    """Each grouped product alone with each of its configurations: time, speed, error."""
+    rows: list[dict] = []
+    for label, shape in shapes.items():
+        print(f"\n{label}: T, D, N, E, K = {shape}", flush=True)
+        torch.cuda.empty_cache()
+        tune_shape(args, label, shape, rows)
+    return rows
+
+
+def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
+    T, D, N, _, K = shape
+    R = T * K
+    x, router, w1, w2 = operands(shape)
+    with torch.no_grad():
+        r = Route(shape, args.routings[0]).routing(x, router)
+    h, a = (torch.randn(R, width, device="cuda", dtype=BF16) for width in (2 * N, N))
+    offsets, token = r.offsets_E1, r.token_R
+    slots = (r.gates_S.detach(), token, r.slot_R, r.row_S, offsets)
+    flags = ("swiglu", True, True, True)
+    cases = {  # name: table of configurations, FLOPs / (R N D), launch
+        "up": ("up", 4, lambda c, t: up_forward_triton(
+            x, w1, None, token, offsets, "swiglu", True, t, c)),
+        "down": ("rows", 2, lambda c, t: rows_triton(a, w2.mT, None, None, t, c)),
+        "dH": ("down_backward", 2, lambda c, t: down_backward_triton(
+            x, w2, None, h, *slots, *flags, t, c)),
+        "dX": ("rows", 4, lambda c, t: rows_triton(h, w1, None, None, t, c)),
+        "dW2": ("outer", 2, lambda c, t: weight_gradient_triton(
+            x, a, token, None, offsets, None, c)),
+        "dW1": ("outer", 4, lambda c, t: weight_gradient_triton(
+            h, x, None, token, offsets, None, c)),
+    }  # fmt: skip
+    exact = exact_tiles(x, w1, w2, h, a, r)
+    for name, (kernel, factor, run) in cases.items():
+        if args.kernels and name not in args.kernels:
+            continue
+        for c in _tiles.trials(kernel):
+            if time.perf_counter() > args.deadline:
+                print("out of time: the rest is left out")
+                return
+            tiles = None
+            if kernel != "outer":
+                tiles = _tiles.RowTiles(*tile_schedule(offsets, c.bm, R), c.bm)
+            row = {"label": label, "shape": shape, "kernel": name, "config": str(c)}
+            rows.append(row)
+            try:
+                made = run(c, tiles)
+                outs = made if isinstance(made, tuple) else (made,)
+                row["error"] = max(relative_error(got, want) for got, want in exact[name](outs))
+                del made, outs
+                launch = functools.partial(run, c, tiles)
+                row["ms"] = ms = median_ms(launch, seconds=0.2, most=20)
+                row["TFLOP/s"] = factor * R * N * D / ms / 1e9
+                print(
+                    f"  {name:5s} {c!s:42s} {ms:8.3f} ms {row['TFLOP/s']:6.0f} TFLOP/s   "
+                    f"error {row['error']:.1e}{'' if row['error'] < 1e-2 else '   WRONG'}",
+                    flush=True,
+                )
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+                print(f"  {name:5s} {c!s:42s} FAILED {row['failed']}", flush=True)
+    if not args.kernels or "combine" in args.kernels:
+        y = torch.randn(R, D, device="cuda", dtype=BF16)
+        for kind, gates in (("weighted", r.gates_S.detach()), ("plain", None)):
+            launch = functools.partial(
+                combine, y, gates, r.row_S, num_tokens=T, slots_per_token=K, backend="triton"
+            )
+            ms = median_ms(launch, seconds=0.2)
+            print(f"  combine {kind:9s} {ms:8.3f} ms {(R + T) * D * 2 / ms / 1e6:6.0f} GB/s")
+            rows.append({"label": label, "kernel": f"combine {kind}", "ms": ms})
+
+
+def exact_tiles(x, w1, w2, h, a, r: Routing) -> dict[str, Callable]:
+    """For each product: outputs → (part of an output, its float32 value) for a few experts.
+
+    The first, the largest and the last expert with rows: full products of all would not fit.
+    """
+    bounds = r.offsets_E1.tolist()
+    counts = [end - start for start, end in itertools.pairwise(bounds)]
+    used = [e for e, n in enumerate(counts) if n]
+    picked = sorted({used[0], max(used, key=lambda e: counts[e]), used[-1]})
+    token = r.token_R.long()
+    gates = r.gates_S.detach()[r.slot_R.long()]
+
+    def spans():
+        for e in picked:
+            yield e, slice(bounds[e], bounds[e + 1])
+
+    def up(out):
+        for e, s in spans():
+            want = x[token[s]].float() @ w1[e].float().t()
+            yield out[0][s], want
+            yield out[1][s], F.silu(want[:, 0::2]) * want[:, 1::2]
+
+    def d_h(out):
+        dots = out[2]
+        for e, s in spans():
+            wide = h[s].float().requires_grad_()
+            act = F.silu(wide[:, 0::2]) * wide[:, 1::2]
+            da = x[token[s]].float() @ w2[e].float()
+            (dh,) = torch.autograd.grad(act, wide, da * gates[s, None])
+            yield out[0][s], dh
+            yield out[1][s], act.detach() * gates[s, None]
+            yield dots[r.slot_R[s].long()], (da * act.detach()).sum(1)
+
+    return {
+        "up": up,
+        "down": lambda out: ((out[0][s], a[s].float() @ w2[e].float().t()) for e, s in spans()),
+        "dH": d_h,
+        "dX": lambda out: ((out[0][s], h[s].float() @ w1[e].float()) for e, s in spans()),
+        "dW2": lambda out: (
+            (out[0][e], x[token[s]].float().t() @ a[s].float()) for e, s in spans()
+        ),
+        "dW1": lambda out: (
+            (out[0][e], h[s].float().t() @ x[token[s]].float()) for e, s in spans()
+        ),
+    }
+
+
+# ------------------------------------------------------------------------------------------- report
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [r for r in rows if "both TFLOP/s" in r and r.get("label")]
+    labels = list(dict.fromkeys(r["label"] for r in shown))
+    series = list(dict.fromkeys((r["name"], r.get("routing", "")) for r in shown))
+    if not labels:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(15, 4.5), sharey=True)
+    for axis, key in zip(axes, ("forward TFLOP/s", "backward TFLOP/s")):
+        width = 0.85 / len(series)
+        for i, (name, routing) in enumerate(series):
+            found = [
+                next((r[key] for r in shown if (r["label"], r["name"], r.get("routing", ""))
+                      == (label, name, routing)), 0.0)
+                for label in labels
+            ]  # fmt: skip
+            places = [j + (i - len(series) / 2 + 0.5) * width for j in range(len(labels))]
+            axis.bar(places, found, width, label=f"{name} {routing}".strip())
+        axis.set_xticks(range(len(labels)), labels, rotation=20, ha="right")
+        axis.set_title(key)
+        axis.grid(axis="y", alpha=0.3)
+    axes[1].legend(fontsize=7, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", default="all", help="numbers 0 to 5, or all")
+    parser.add_argument(
+        "--peers",
+        default="tessera,grouped_mm",
+        help=f"names separated by commas, or all; of {', '.join(PEERS)}",
+    )
+    parser.add_argument("--routing", default="both", choices=("both", "random", "balanced"))
+    parser.add_argument("--tune", action="store_true", help="time every kernel's configurations")
+    parser.add_argument("--kernels", default="", help="with --tune: up,down,dH,dX,dW1,dW2,combine")
+    parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
+    parser.add_argument("--no-bound", dest="bound", action="store_false")
+    parser.add_argument("--seconds", type=float, default=300, help="stop starting rows after this")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_moe"))
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    args.deadline = time.perf_counter() + args.seconds
+    args.peers = list(PEERS) if args.peers == "all" else args.peers.split(",")
+    for name in args.peers:
+        if name not in PEERS:
+            parser.error(f"--peers={name!r} is unknown; allowed: {', '.join(PEERS)}")
+    args.routings = {"both": [False, True], "random": [False], "balanced": [True]}[args.routing]
+    args.kernels = [k for k in args.kernels.split(",") if k]
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_moe needs a CUDA device")
+    names = list(SHAPES)
+    picked = names if args.shapes == "all" else [names[int(i)] for i in args.shapes.split(",")]
+    shapes = {name: SHAPES[name] for name in picked}
+    card = torch.cuda.get_device_name()
+    print(f"{card}, torch {torch.__version__}; {FORMULA}", flush=True)
+    if args.tune:
+        rows = tune(args, shapes)
+    elif args.rounding:
+        rows = bench_rounding(args)
+    else:
+        rows = bench(args, shapes)
+    args.out.mkdir(parents=True, exist_ok=True)
+    kind = "tune" if args.tune else "rounding" if args.rounding else "layers"
+    result = {"card": card, "torch": torch.__version__, "flops": FORMULA, "rows": rows}
+    (args.out / f"{kind}.json").write_text(json.dumps(result, indent=1))
+    if not args.tune:
+        plot(rows, args.out / f"{kind}.png")
+    print(f"\nwritten to {args.out}/{kind}.json")
+
+
+if __name__ == "__main__":
+    main()
