@@ -95,7 +95,7 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         positions_BL: Tensor | None = None,
     ) -> tuple[Tensor, RouterStats | None]:
-        if self.recompute_attention and torch.is_grad_enabled():
+        if self.recompute_attention and torch.is_grad_enabled() and cache is None:
             x_BLD = selective_attention(self._attend, x_BLD, rotation, cu_seqlens_N1, lengths_N)
         else:
             x_BLD = self._attend(x_BLD, rotation, cu_seqlens_N1, lengths_N, cache, positions_BL)
@@ -209,6 +209,10 @@ class Decoder(nn.Module):
             arguments = (x_BLD, rotation, cu_seqlens_N1, lengths_N, valid_BL)
             if self.checkpointing == "full" and torch.is_grad_enabled() and cache is None:
                 x_BLD, layer_stats = run_checkpointed(block, *arguments)
+            elif cache is not None and self.compiled:
+                # Every new length would be compiled anew.
+                with torch.compiler.set_stance("force_eager"):
+                    x_BLD, layer_stats = block(*arguments, cache, positions_BL)
             else:
                 x_BLD, layer_stats = block(*arguments, cache, positions_BL)
             if layer_stats is not None:

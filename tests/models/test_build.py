@@ -11,6 +11,7 @@ from torch import nn
 from models import Documents
 from models.build import build_model, draw, init_weights, parameter_kinds
 from models.execution import apply_checkpointing, compile_blocks
+from models.generate import generate
 from models.transformer import Decoder
 from tests.models.tiny import CASES, next_tokens, tiny_config, tokens
 
@@ -187,15 +188,22 @@ def test_unknown_mode_is_refused() -> None:
         apply_checkpointing(build_model(tiny_config("olmoe")), "some")
 
 
-@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.slow), "selective"])
-def test_compiled_blocks_do_not_recompile_for_documents(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [
+        ("selective", "eager"),
+        pytest.param("none", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("selective", "aot_eager", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_do_not_recompile_for_documents(mode: str, backend: str) -> None:
     """Any number of documents runs the same code; names and numbers stay."""
     config = tiny_config("mixtral", num_hidden_layers=1, num_experts=4)
     plain, model = build_model(config), build_model(config)
     apply_checkpointing(model, mode)
     names = list(model.state_dict())
     torch._dynamo.reset()
-    compile_blocks(model, backend="aot_eager")
+    compile_blocks(model, backend=backend)
     assert list(model.state_dict()) == names
     packings = [[5, 11, 16], [16, 16], [1] * 7 + [9, 16], [3, 13, 8, 8]]
     compiled_after_first = None
@@ -211,4 +219,8 @@ def test_compiled_blocks_do_not_recompile_for_documents(mode: str) -> None:
         if compiled_after_first is None:
             compiled_after_first = total
         assert total == compiled_after_first > 0, lengths
+    # nor does text compile anything, although it grows with every token
+    new = list(generate(model, [[5, 6]], max_new_tokens=5))
+    assert new == list(generate(plain, [[5, 6]], max_new_tokens=5))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled_after_first
     torch._dynamo.reset()
