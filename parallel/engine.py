@@ -1,0 +1,329 @@
+"""What a sharding engine does for the training loop, and what all engines share.
+
+    engine = make_engine("fsdp2", model, mesh, …)
+    for i, batch in enumerate(batches):
+        with engine.micro_batch(last=i == len(batches) - 1):
+            engine.backward(loss_of(engine.model, batch))
+        engine.terms += …                     # loss terms of the step, summed over ranks by step()
+    outcome = engine.step(lr)
+
+Gradients are sums over micro-batches and ranks, never means: the loss of a micro-batch must already
+be divided by the targets of the whole step, on all ranks. The norm is that of the whole model's
+gradient, each element counted once, the same bits on every rank; clipping and the decision whether
+a step is applied follow from it on the device.
+
+Names are logical: those of the model in one process, before experts were split or weights sharded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe import Router
+from parallel.expert_parallel import ExpertParallelOptions, ExpertRange, split_experts
+from parallel.flat_shard import FlatShard
+from parallel.mesh import Mesh
+
+ENGINES = ("auto", "fsdp2", "deepspeed")
+
+
+class Group(Protocol):
+    """Parameters that share learning rate and weight decay; `training.optim.Group` is one."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """By logical name; only the names are used here."""
+    lr_multiplier: float
+    weight_decay: float
+
+
+class Guard(Protocol):
+    """Decides on the device whether a step is applied; `training.optim.StepGuard` is one."""
+
+    def judge(self, norm: Tensor, terms: Tensor) -> Any:
+        """Something with a field `skipped`: 1.0 leaves all weights and moments alone."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Scalars to save."""
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Of the update, the same for all groups."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_norm: float | None = 1.0
+
+
+class Engine(Protocol):
+    """ZeRO-3 inside a node and expert parallelism, around one model."""
+
+    model: nn.Module
+    """Call this; its forward gathers what it needs."""
+    terms: Tensor
+    """float32: loss terms of the step on this rank; after `step` their sums over ranks."""
+
+    def zero_grad(self) -> None:
+        """Forget gradients and terms of the last step."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch; `last` of the step."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss that is divided by the step's global count already."""
+
+    def step(self, lr: float) -> Any:
+        """Norm, guard, clip, update; what the guard returned. No host sync with FSDP2."""
+
+    def tensors(self) -> dict[str, Any]:
+        """`weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` as `FlatShard`s that loading fills;
+        `adam_step` and `guard/NAME` as scalars. The form is that of a one-process checkpoint."""
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Logical name → shape of every parameter."""
+
+    def loaded(self) -> None:
+        """After `tensors()` were filled: the rest follows them."""
+
+    def fill(self, values: Callable[[str, range | None], Tensor]) -> None:
+        """Set all weights, one tensor at a time: `values(name, None)` is a whole tensor,
+        `values(name, experts)` those experts of an expert weight, stacked."""
+
+    def all_finite(self) -> Tensor:
+        """Boolean scalar on the device: weights and moments of all ranks are finite."""
+
+    def lrs(self, lr: float) -> tuple[float, float | None]:
+        """Learning rate of weights and of routers, None without routers."""
+
+
+class Place(NamedTuple):
+    """A parameter of the split model, and what part of which logical tensor it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the logical tensor."""
+    start: int
+    """First element of the parameter in it, flattened."""
+    kind: str
+    """dense, expert or router."""
+    group: Any
+
+
+def prepare(
+    model: nn.Module, mesh: Mesh, groups: Sequence[Group], options: ExpertParallelOptions
+) -> dict[str, Place]:
+    """Split the experts of a model, and say what every trainable parameter is.
+
+    Routers stay whole on every rank, in float32: they are small, must not be cast with the rest,
+    and their forward is not one call that a sharding engine could hook.
+
+    Returns:
+        name of each trainable parameter as the model now has it → its place.
+
+    Raises:
+        ValueError: a trainable parameter in no group.
+    """
+    group_of = {name: group for group in groups for name in group.parameters}
+    ranges = split_experts(model, mesh, options)
+    routers = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, Router)
+        for name, _ in module.named_parameters()
+    }
+    places = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        place = ranges.get(name) or ExpertRange(name, tuple(parameter.shape), 0)
+        if place.name not in group_of:
+            raise ValueError(f"parameter {place.name} is in no optimizer group")
+        kind = "expert" if name in ranges else "router" if name in routers else "dense"
+        places[name] = Place(place.name, place.shape, place.start, kind, group_of[place.name])
+    return places
+
+
+class GlobalSums:
+    """One all-reduce a step: the squared norm of all gradients, and the loss terms."""
+
+    def __init__(self, mesh: Mesh, terms: Tensor) -> None:
+        self.mesh = mesh
+        self.terms = terms
+        plan = mesh.plan
+        # How many ranks hold the same element, by kind of parameter.
+        self.copies = {
+            "dense": plan.nodes,
+            "expert": plan.expert_replica,
+            "router": plan.world,
+        }
+
+    def reduce(self, gradients: Mapping[str, Sequence[Tensor]]) -> Tensor:
+        """The norm, float32 scalar; `terms` become their sums.
+
+        Args:
+            gradients: by kind, this rank's parts.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self.terms.device)
+        for kind, parts in gradients.items():
+            parts = [part for part in parts if part.numel()]
+            if parts:
+                norms = torch.stack(torch._foreach_norm(parts)).double()
+                squares += norms.square().sum().to(squares.device) / self.copies[kind]
+        sums = torch.cat([squares[None], self.terms.double()])
+        if self.mesh.plan.world > 1:
+            # Every rank gets the same bits, so all clip and skip alike.
+            dist.all_reduce(sums)
+        self.terms.copy_(sums[1:])
+        return sums[0].sqrt().float()
+
+
+class ShardedAdamW:
+    """AdamW (arXiv 1711.05101) over flat float32 parts of parameters, in place.
+
+    `torch.optim.AdamW` in its fused form takes `grad_scale` and `found_inf` as tensors, so clipping
+    and skipping need no host sync.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[Tensor, Place]], settings: AdamSettings) -> None:
+        """
+        Args:
+            parts: parameter name → flat float32 view of what this rank holds, and its place.
+        """
+        self.parts = {name: nn.Parameter(flat) for name, (flat, _) in parts.items()}
+        self.places = {name: place for name, (_, place) in parts.items()}
+        rows: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, part in self.parts.items():
+            group = self.places[name].group
+            rows.setdefault((group.lr_multiplier, group.weight_decay), []).append(part)
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": members, "weight_decay": decay, "multiplier": multiplier}
+                for (multiplier, decay), members in rows.items()
+            ],
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+        for part in self.parts.values():  # now, as a checkpoint is loaded into them
+            self.adamw.state[part] = {
+                "step": torch.zeros((), device=part.device),
+                "exp_avg": torch.zeros_like(part),
+                "exp_avg_sq": torch.zeros_like(part),
+            }
+
+    def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """Update from the parts' `.grad`, divided by `scale`, unless `skip` is 1."""
+        self.adamw.grad_scale, self.adamw.found_inf = scale, skip
+        for group in self.adamw.param_groups:
+            group["lr"] = lr * group["multiplier"]
+        self.adamw.step()
+
+    def tensors(self, starts: Mapping[str, int]) -> dict[str, FlatShard]:
+        """Weights and moments; `starts`: first element of each part in its logical tensor."""
+        found = {}
+        for name, part in self.parts.items():
+            place, state = self.places[name], self.adamw.state[part]
+            total = torch.Size(place.shape).numel()
+            for kind, flat in (
+                ("weights", part.detach()),
+                ("exp_avg", state["exp_avg"]),
+                ("exp_avg_sq", state["exp_avg_sq"]),
+            ):
+                found[f"{kind}/{place.name}"] = FlatShard(flat, starts[name], total)
+        return found
+
+    def counter(self) -> Tensor:
+        """Updates applied so far: a scalar that stands for all parts'."""
+        return self.adamw.state[next(iter(self.parts.values()))]["step"]
+
+    def spread_counter(self) -> None:
+        """Give all parts the count of the first, which a checkpoint has filled."""
+        counter = self.counter()
+        for part in self.parts.values():
+            step = self.adamw.state[part]["step"]
+            if step is not counter:
+                step.copy_(counter)
+
+    def buffers(self) -> list[Tensor]:
+        """All weights and moments."""
+        found = []
+        for part in self.parts.values():
+            state = self.adamw.state[part]
+            found += [part.detach(), state["exp_avg"], state["exp_avg_sq"]]
+        return found
+
+
+def make_engine(
+    name: str,
+    model: nn.Module,
+    mesh: Mesh,
+    groups: Sequence[Group],
+    units: Sequence[nn.Module],
+    guard: Guard,
+    *,
+    num_terms: int,
+    settings: AdamSettings | None = None,
+    options: ExpertParallelOptions | None = None,
+    dtype: torch.dtype = torch.float32,
+    offload: bool = False,
+) -> Engine:
+    """Shard a model and give it an optimizer; all ranks call it alike.
+
+    Args:
+        name: `parallel.engine`; auto is deepspeed when weights are offloaded, else fsdp2.
+        model: float32 weights (they become the master weights), on the device, or on "meta" and
+            then filled by `fill` or from a checkpoint. Changed in place.
+        groups: of the optimizer, by logical names.
+        units: modules whose weights are gathered together, in the order of the forward: the blocks,
+            and embedding and head if they share no weight.
+        guard: decides about skipping.
+        num_terms: loss terms of a step.
+        dtype: of weights and activations in forward and backward; gradients are reduced in
+            float32 whatever it is.
+        offload: keep optimizer state and master weights in host memory (deepspeed).
+
+    Raises:
+        ValueError: an unknown engine, one that is not installed or cannot do what is asked.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"parallel.engine={name!r} is unknown; allowed: {', '.join(ENGINES)}")
+    narrow = {str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4}
+    if narrow:
+        raise ValueError(
+            f"the model's weights are {', '.join(sorted(narrow))}; an engine needs float32 weights, "
+            "which it keeps as master weights, and casts them itself"
+        )
+    if name == "auto":
+        name = "deepspeed" if offload else "fsdp2"
+    arguments = (model, mesh, groups, units, guard)
+    common = {
+        "num_terms": num_terms,
+        "settings": settings or AdamSettings(),
+        "options": options or ExpertParallelOptions(),
+        "dtype": dtype,
+    }
+    if name == "deepspeed":
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ValueError(
+                "parallel.engine=deepspeed needs the package: pip install 'tessera-moe[deepspeed]'"
+            )
+        from parallel.deepspeed_engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(*arguments, offload=offload, **common)
+    if offload:
+        raise ValueError(
+            "parallel.offload=true needs parallel.engine=deepspeed (or auto); fsdp2 keeps all "
+            "state on the device"
+        )
+    from parallel.fsdp2_engine import Fsdp2Engine
+
+    return Fsdp2Engine(*arguments, **common)
