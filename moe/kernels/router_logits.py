@@ -5,6 +5,12 @@ two bfloat16 numbers are exact in float32, and tensor cores add in float32. So x
 in bfloat16 and w in float32 is one bfloat16 product of x with the three parts of w side by side,
 summed. It keeps no float32 copy of x for the backward.
 
+One H200, forward + backward in ms (pytest -s tests/gpu/test_moe_layer.py -k speed):
+
+    T, D, E             split            float32 product of a widened x
+    24576, 1536, 128    0.069 + 0.124    0.347 + 0.609
+    32768, 2048, 64     0.067 + 0.126    0.415 + 0.734
+
 Shape letters: T tokens, D model width, E experts.
 """
 
