@@ -138,8 +138,14 @@ def _chunk(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Slots first … first + 32 G - 1: id, whether it is an expert, rank in its word, counts."""
-    lane = tl.arange(0, 32)
-    slot = first + tl.arange(0, G)[:, None] * 32 + lane[None, :]
+    # max_contiguous(…, 1): one slot a lane, so that a word is a warp and its sum one instruction.
+    # Row g of a tile goes to warp g % SIDE: its words are neighbours, and a running sum over them
+    # needs the other warps only once.
+    SIDE: tl.constexpr = 4 if G >= 4 else G
+    lane = tl.max_contiguous(tl.arange(0, 32), 1)
+    row = tl.arange(0, G)
+    word_of_row = (row % SIDE) * (G // SIDE) + row // SIDE
+    slot = first + word_of_row[:, None] * 32 + lane[None, :]
     e = tl.load(expert + slot, mask=slot < end, other=-1).to(tl.int32)
     ok = (e >= 0) & (e < E)
     e = tl.where(ok, e, 0)
@@ -170,23 +176,28 @@ def _count_slots(
 
 @triton.jit
 def _place_slots(
-    expert, token, row_S, slot_R, token_R, begin, end, base, per_token,
-    E: tl.constexpr, EP: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    expert, token, row_S, slot_R, token_R, begin, end, base,
+    PER_TOKEN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
     HAS_TOKEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of the slots between begin and end; base [EP] is each expert's next row."""
+    SIDE: tl.constexpr = 4 if G >= 4 else G
     for first in range(begin, end, G * 32):
         slot, e, ok, rank, count = _chunk(expert, first, end, E, EP, BITS, G, ASM)
-        before = tl.cumsum(count, axis=0).to(tl.int32) - count + base[None, :]
+        count = tl.reshape(count, (G // SIDE, SIDE, EP))
+        within = tl.cumsum(count, axis=0).to(tl.int32) - count
+        whole = tl.sum(count, axis=0).to(tl.int32)
+        before = tl.cumsum(whole, axis=0).to(tl.int32) - whole + base[None, :]
+        before = tl.reshape(within + before[None, :, :], (G, EP))
         row = tl.gather(before, e, axis=1) + rank
         tl.store(row_S + slot, tl.where(ok, row, -1), mask=slot < end)
         if HAS_TOKEN:
             t = tl.load(token + slot, mask=ok, other=0).to(tl.int32)
         else:
-            t = slot // per_token
+            t = slot // PER_TOKEN
         tl.store(slot_R + row, slot, mask=ok)
         tl.store(token_R + row, t, mask=ok)
-        base += tl.sum(count, axis=0).to(tl.int32)
+        base += tl.sum(whole, axis=0).to(tl.int32)
 
 
 @triton.jit
@@ -202,7 +213,7 @@ def _clear_tail(slot_R, token_R, first, R, part, parts, BLOCK: tl.constexpr):
 @triton.jit
 def place_block(
     expert, token, total, before, offsets, row_S, slot_R, token_R, begin, end, R, part, parts,
-    per_token, E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    PER_TOKEN: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
     HAS_TOKEN: tl.constexpr, HAS_BEFORE: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Rows of the slots begin … end - 1, block `part` of `parts`, from the `total` [EP] of every
@@ -217,8 +228,8 @@ def place_block(
     if HAS_BEFORE:
         base += tl.load(before + part * E + column, mask=column < E, other=0)
     _place_slots(
-        expert, token, row_S, slot_R, token_R, begin, end, base, per_token,
-        E, EP, BITS, G, HAS_TOKEN, ASM,
+        expert, token, row_S, slot_R, token_R, begin, end, base,
+        PER_TOKEN, E, EP, BITS, G, HAS_TOKEN, ASM,
     )  # fmt: skip
     if CLEAR:
         _clear_tail(slot_R, token_R, rows, R, part, parts, 1024)
@@ -269,9 +280,9 @@ def _finish_kernel(
 
 @triton.jit
 def _place_kernel(
-    expert, token, counts, before, offsets, row_S, slot_R, token_R, S, R, block, per_token,
-    E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, HAS_TOKEN: tl.constexpr,
-    COUNT: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
+    expert, token, counts, before, offsets, row_S, slot_R, token_R, S, R, block,
+    PER_TOKEN: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    HAS_TOKEN: tl.constexpr, COUNT: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Rows of one block of slots. COUNT: the only program, which counts first."""
     b = tl.program_id(0)
@@ -285,7 +296,7 @@ def _place_kernel(
         total = tl.load(counts + column, mask=column < E, other=0)
     place_block(
         expert, token, total, before, offsets, row_S, slot_R, token_R, begin, end, R, b,
-        tl.num_programs(0), per_token, E, BITS, G, HAS_TOKEN, not COUNT, CLEAR, ASM,
+        tl.num_programs(0), PER_TOKEN, E, BITS, G, HAS_TOKEN, not COUNT, CLEAR, ASM,
     )  # fmt: skip
 
 
@@ -369,7 +380,7 @@ def launch_place(
         expert_S, expert_S if token_S is None else token_S,
         meta.offsets_E1 if counts is None else counts,
         meta.offsets_E1 if before is None else before,
-        *meta, S, R, block, per_token, E=E, BITS=expert_bits(E), G=words_per_step(E),
+        *meta, S, R, block, PER_TOKEN=per_token, E=E, BITS=expert_bits(E), G=words_per_step(E),
         HAS_TOKEN=token_S is not None, COUNT=before is None, CLEAR=clear, ASM=not INTERPRET,
         num_warps=4,
     )  # fmt: skip

@@ -897,8 +897,9 @@ def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: boo
     if fast is None:
         sizes["BX"] = max(1, min(256, 2048 // width))
         if T * width <= _ONE_PROGRAM_LOGITS and T <= _ONE_PROGRAM_ROWS:
-            sizes["BX"] = min(np2(max(T, 1)), max(1, 16384 // width))
-            return _Plan(1, max(T, 1), sizes, 8)
+            warps = 4 if T * width <= 1024 else 8 if T * width <= 2048 else 16
+            sizes["BX"] = min(np2(max(T, 1)), max(1, warps * 256 // width))
+            return _Plan(1, max(T, 1), sizes, warps)
         tiles = triton.cdiv(T, sizes["BX"])
         each = max(1, min(16, tiles // 1024))
         return _Plan(triton.cdiv(tiles, each), each * sizes["BX"], sizes, 4)
