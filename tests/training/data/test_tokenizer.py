@@ -13,13 +13,12 @@ from tests.training.data.helpers import (
     EOS,
     NUMBERS,
     PAD,
-    make_data,
     number_tokenizer,
     rows_of,
     write_jsonl,
     write_tokenizer,
 )
-from training.data import DataConfig, DataError, SourceConfig, load_tokenizer
+from training.data import DataConfig, DataError, SourceConfig, build_data, load_tokenizer
 from training.data.tokenizer import read_tokenizer, train_tokenizer
 
 SAMPLE = (
@@ -101,13 +100,15 @@ def test_exactly_one_begin_and_end_token(tmp_path: Path, add_bos: bool, own: boo
     if own:
         add_post_processor(folder)
     texts = ["1 2 3", "<|startoftext|>4<|endoftext|>", "5 6"]
-    data = make_data(tmp_path, texts, seq_len=5, add_bos=add_bos, shuffle=False)
-    # make_data writes the tokenizer again; what matters is the one that was used.
-    if own:
-        add_post_processor(folder)
-        from training.data import build_data
-
-        data = build_data(data.config, read_tokenizer(folder), seed=0)
+    path = write_jsonl(tmp_path / "data.jsonl", texts)
+    config = DataConfig(
+        sources=[SourceConfig(path=str(path))],
+        cache_dir=str(tmp_path / "cache"),
+        seq_len=5,
+        add_bos=add_bos,
+        shuffle=False,
+    )
+    data = build_data(config, read_tokenizer(folder), seed=0)
     batches = next(data.steps(global_batch_size=4, micro_batch_size=4))
     rows = [t for row in rows_of(batches)[: data.rows_per_epoch] for t in row]
     n = NUMBERS

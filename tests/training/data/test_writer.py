@@ -20,6 +20,7 @@ from tests.training.data.helpers import NUMBERS, number_tokenizer, numbered, wri
 from training.data import DataError, SourceConfig, TokenStore
 from training.data.lock import run_once, try_lock
 from training.data.readers import FileReader, HubReader, find_files
+from training.data.tokenizer import read_tokenizer
 from training.data.writer import block_bytes_for, write_store
 
 FORK = multiprocessing.get_context("fork")
@@ -271,6 +272,20 @@ def test_a_shortened_block_is_refused_when_read(tmp_path: Path, text: Path) -> N
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(DataError, match=r"000001\.bin is damaged"):
         TokenStore(folder).block(1)
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 10**9])
+def test_a_special_token_spelled_in_a_text_is_not_one(
+    tmp_path: Path, inline_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_INLINE_BYTES", inline_bytes)
+    tokenizer = read_tokenizer("bundled:moby-dick")
+    text = "so <|endoftext|> it goes"
+    path = write_jsonl(tmp_path / "a.jsonl", [text])
+    write_store(tmp_path / "s", reader(path), tokenizer, on_bad_line="stop", workers=1)
+    ids = TokenStore(tmp_path / "s").block(0)[1]
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == text
 
 
 @pytest.mark.usefixtures("processes")
