@@ -299,8 +299,8 @@ def make_engine(
     narrow = {str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4}
     if narrow:
         raise ValueError(
-            f"the model's weights are {', '.join(sorted(narrow))}; an engine needs float32 weights, "
-            "which it keeps as master weights, and casts them itself"
+            f"the model's weights are {', '.join(sorted(narrow))}; an engine needs float32 "
+            "weights, which it keeps as master weights, and casts them itself"
         )
     if name == "auto":
         name = "deepspeed" if offload else "fsdp2"

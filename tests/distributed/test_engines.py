@@ -44,22 +44,18 @@ class Case:
 FEW = (("num_experts", 3), ("num_experts_per_tok", 2))
 CASES = {
     "2 nodes of 2, experts over nodes": Case(),
-    "4 nodes, experts twice": Case(nodes=4),
-    "4 nodes, experts over all": Case(nodes=4, expert=4),
     "1 node, experts inside": Case(nodes=1, expert=4, placement="within_node"),
-    "2 nodes, experts inside": Case(nodes=2, expert=2, placement="within_node"),
     "2 nodes, experts not split": Case(expert=1),
     "1 node, ZeRO-3 alone": Case(nodes=1, expert=1),
     "fewer experts than ranks": Case(nodes=1, expert=1, family="mixtral", changes=FEW),
     "tied weights": Case(family="qwen3_moe_sparse_step"),
     "recomputed blocks": Case(checkpointing="full", options=ExpertParallelOptions(chunks=3)),
-    "recomputed attention": Case(checkpointing="selective", nodes=4),
+    "4 nodes, experts twice, recomputed attention": Case(checkpointing="selective", nodes=4),
     "pairwise": Case(nodes=4, expert=4, options=ExpertParallelOptions(schedule="pairwise")),
 }
 TRAINED = {
     "2 nodes of 2, experts over nodes": Case(),
     "4 nodes, experts twice, recomputed": Case(nodes=4, checkpointing="full"),
-    "from meta": Case(meta=True, nodes=1, expert=4, placement="within_node"),
     "from meta, fewer experts than ranks": Case(
         nodes=1, expert=1, family="mixtral", meta=True, changes=FEW
     ),
