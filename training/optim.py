@@ -169,12 +169,12 @@ class StepGuard:
         if self.stop:
             self.halted.copy_(torch.maximum(self.halted, bad.to(norm.dtype)))
         counts = ~bad & ~halted
-        # torch.where, not a product: 0 * NaN is NaN.
-        norm_cut = torch.where(counts, torch.minimum(norm, limit), self.mean_norm)
+        norm_cut = torch.minimum(norm, limit)
         first = self.seen == 0
         mean = torch.where(
             first, norm_cut, self.DECAY * self.mean_norm + (1 - self.DECAY) * norm_cut
         )
+        # torch.where, not a product: 0 * NaN is NaN.
         self.mean_norm.copy_(torch.where(counts, mean, self.mean_norm))
         self.seen.add_(counts)
         skipped = (reason > 0).to(norm.dtype)
