@@ -23,6 +23,10 @@ from moe.kernels._tiles import (
 from moe.kernels._triton import tl, triton
 from moe.kernels._tuning import size_class
 
+# Not specialised on divisibility, so that fewer variants are compiled: TMA and whole vectors
+# (VEC) carry what alignment the fast path needs.
+_SIZES = ["I", "O", "stride_a", "stride_we", "stride_wi", "stride_wo"]
+
 
 @triton.jit
 def _finish(
@@ -52,7 +56,7 @@ def _finish(
         store_rows(out_ptr, out_desc, out, start, end, col, O, O, BM, BN, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _rows_kernel(
     a_ptr, a_desc, w_ptr, w_desc, bias_ptr, scale_ptr, out_ptr, out_desc,
     tile_expert_ptr, tile_start_ptr, tile_end_ptr, tile_count_ptr,

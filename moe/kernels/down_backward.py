@@ -108,6 +108,10 @@ def down_backward_ref(
 # ------------------------------------------------------------------------------------------ kernels
 
 
+# Not specialised on divisibility, so that fewer variants are compiled: see `up_forward`.
+_SIZES = ["R", "D", "H", "N", "stride_do", "stride_we", "stride_wd", "stride_wn"]
+
+
 @triton.jit
 def _finish(
     da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, H, N,
@@ -163,7 +167,7 @@ def _finish(
         return dot
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=_SIZES)
 def _down_backward_kernel(
     do_ptr, do_desc, w2_ptr, w2_desc, h_ptr, h_desc, gates_ptr, dh_ptr, dh_desc, a_ptr, a_desc,
     dot_ptr, token_ptr, slot_ptr, tile_expert_ptr, tile_start_ptr, tile_end_ptr, tile_count_ptr,

@@ -48,6 +48,11 @@ def up_forward_ref(
 # ------------------------------------------------------------------------------------------- kernel
 
 
+# Not specialised on divisibility, so that fewer variants are compiled: TMA and whole vectors
+# (VEC) carry what alignment the fast path needs.
+_SIZES = ["D", "H", "N", "stride_x", "stride_we", "stride_wh", "stride_wd"]
+
+
 @triton.jit
 def _finish(
     acc, b1_ptr, h_ptr, h_desc, a_ptr, a_desc, e, start, end, col, H, N,
@@ -82,7 +87,7 @@ def _finish(
         store_rows(a_ptr, a_desc, a, start, end, col // WIDTH, N, N, BM, BN // WIDTH, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _up_kernel(
     x_ptr, x_desc, w1_ptr, w1_desc, b1_ptr, h_ptr, h_desc, a_ptr, a_desc, token_ptr,
     tile_expert_ptr, tile_start_ptr, tile_end_ptr, tile_count_ptr,

@@ -74,6 +74,10 @@ def bias_gradient_ref(
 # ------------------------------------------------------------------------------------------ kernels
 
 
+# Not specialised on divisibility, so that fewer variants are compiled: see `up_forward`.
+_SIZES = ["E", "I", "O", "stride_left", "stride_right"]
+
+
 @triton.jit
 def _operand(
     ptr, desc, token_ptr, start, end, k, col, WIDTH, stride,
@@ -124,7 +128,7 @@ def _finish(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=some)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _outer_kernel(
     left_ptr, left_desc, left_token_ptr, right_ptr, right_desc, right_token_ptr, out_ptr, out_desc,
     offsets_ptr, E, I, O, stride_left, stride_right,

@@ -21,7 +21,7 @@ BOUND = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.b
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """|got - want| / |want| in float64; NaN counts as infinite; 0 for two empty tensors."""
-    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    got, want = got.detach().double(), want.detach().double()
     error = (got - want).norm() / want.norm().clamp_min(1e-30) if want.numel() else torch.zeros(())
     if want.numel() and not want.any():
         error = got.abs().max()  # an all-zero tensor must be exactly zero
