@@ -52,7 +52,7 @@ for version in re.findall(r"\d+\.\d+\.\d+\+cpu", sys.stdin.read()):
 }
 
 install_torch() {
-    local pip=("$PY" -m pip install --quiet --disable-pip-version-check) cpu
+    local pip=("$PY" -m pip install -qq --disable-pip-version-check) cpu
     if [ -n "${TESSERA_TORCH:-}" ]; then
         say "installing $TESSERA_TORCH"
         "${pip[@]}" "$TESSERA_TORCH" || die "pip could not install TESSERA_TORCH=$TESSERA_TORCH"
@@ -97,7 +97,7 @@ setup_venv() {
     # The PyTorch that is there now must stay: another package must not replace it.
     "$PY" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$ROOT/.venv/torch.pin"
     say "installing Tessera and what it needs"
-    "$PY" -m pip install --quiet --disable-pip-version-check -c "$ROOT/.venv/torch.pin" \
+    "$PY" -m pip install -qq --disable-pip-version-check -c "$ROOT/.venv/torch.pin" \
         -e "$ROOT${extras:+[$extras]}" || die "pip could not install the project; its message stands above"
     touch "$stamp"
 }

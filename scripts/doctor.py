@@ -201,7 +201,7 @@ def communication() -> Iterator[Check]:
     code = (
         "import sys, torch, torch.distributed as d, datetime\n"
         "d.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=int(sys.argv[2]),\n"
-        "    world_size=2, timeout=datetime.timedelta(seconds=20))\n"
+        "    world_size=2, timeout=datetime.timedelta(seconds=60))\n"
         "x = torch.ones(1); d.all_reduce(x); assert x.item() == 2; d.destroy_process_group()\n"
     )
     import tempfile
@@ -211,10 +211,10 @@ def communication() -> Iterator[Check]:
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         both = [subprocess.Popen([*command, str(rank)], **options) for rank in range(2)]
         try:
-            texts = [process.communicate(timeout=40)[0] for process in both]
+            texts = [process.communicate(timeout=90)[0] for process in both]
             failed = [t for t, process in zip(texts, both) if process.returncode]
         except subprocess.TimeoutExpired:
-            failed = ["no answer within 40 s"]
+            failed = ["no answer within 90 s"]
         finally:
             for process in both:
                 process.kill()
