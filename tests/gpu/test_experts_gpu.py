@@ -235,7 +235,7 @@ def test_frozen_subsets_get_none_and_change_nothing():
         out.backward(dout)
         for name, t in frozen.items():
             if name in free:
-                assert torch.equal(t.grad, want[name]), (free, name)
+                check(f"{free} {name}", t.grad, want[name], 0.0 if len(free) > 1 else 4e-3)
             else:
                 assert t.grad is None, (free, name)
 
