@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._triton import pick_backend
-from moe.kernels.routing_metadata import routing_metadata
-from moe.kernels.token_rounding import CAP_UNIT, RENORMS, VARIANTS, token_rounding_ref
+from moe.kernels.token_rounding import CAP_UNIT, RENORMS, VARIANTS, token_rounding
 from moe.kernels.topk_gating import Gating
 from moe.routing import Routing
 
@@ -173,42 +172,41 @@ def round_tokens(
         )
     if uniform_E is not None and tuple(uniform_E.shape) != (E,):
         raise ValueError(f"uniform_E must have shape ({E},), got {tuple(uniform_E.shape)}")
-    backend = pick_backend(backend, logits_TE, available=("reference",))
+    backend = pick_backend(backend, logits_TE)
     if not rounding_applies(config, T, k, E):
         _notice(config, T, k, E)
         return Routing.from_topk(gating.expert_TK, gating.gate_TK, E, backend=backend)
     if config.variant in ("stochastic", "systematic") and uniform_E is None:
         uniform_E = torch.rand(E, device=logits_TE.device)
-    pairs = token_rounding_ref(
+    rounded = token_rounding(
         logits_TE,
         gating.expert_TK,
         gating.gate_TK,
         gating.lse_T,
-        max_slots(config, T, k, E),
-        score,
-        norm,
-        scale,
-        config.variant,
-        config.tile,
-        config.min_tiles,
-        0 if config.max_tiles is None else round(config.max_tiles * CAP_UNIT),
-        config.protect_top1,
-        config.renorm,
+        gating.counts_E,
         uniform_E,
-    )
-    meta = routing_metadata(
-        pairs.expert_S, E, slot_offsets_T1=pairs.slot_offsets_T1, backend=backend
+        slots=max_slots(config, T, k, E),
+        score=score,
+        norm=norm,
+        scale=scale,
+        variant=config.variant,
+        tile=config.tile,
+        min_tiles=config.min_tiles,
+        cap=0 if config.max_tiles is None else round(config.max_tiles * CAP_UNIT),
+        protect_top1=config.protect_top1,
+        renorm=config.renorm,
+        backend=backend,
     )
     return Routing(
-        gates_S=pairs.gate_S,
-        expert_S=pairs.expert_S,
-        row_S=meta.row_S,
-        token_R=meta.token_R,
-        slot_R=meta.slot_R,
-        offsets_E1=meta.offsets_E1,
+        gates_S=rounded.gate_S,
+        expert_S=rounded.expert_S,
+        row_S=rounded.row_S,
+        token_R=rounded.token_R,
+        slot_R=rounded.slot_R,
+        offsets_E1=rounded.offsets_E1,
         num_tokens=T,
         slots_per_token=None,
-        slot_offsets_T1=pairs.slot_offsets_T1,
+        slot_offsets_T1=rounded.slot_offsets_T1,
     )
 
 

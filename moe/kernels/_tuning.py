@@ -5,8 +5,8 @@
 `run(config)` must launch the kernel and may be called many times. The choice is kept in memory and
 in a small JSON file, so a second start measures nothing and does not depend on the noise of the
 day: with the same file every process and every restart takes the same configurations, hence the
-same order of summation. Processes that ask at the same time wait for the one that measures (file lock);
-ranks on several hosts agree when `TESSERA_CACHE` names a folder that they share.
+same order of summation. Processes that ask at the same time wait for the one that measures (file
+lock); ranks on several hosts agree when `TESSERA_CACHE` names a folder that they share.
 
 Nothing is measured while a CUDA graph is captured, while torch.compile traces, on a CPU, or with
 `TESSERA_TUNE=0`: then a choice of the file counts, else the first configuration. Shape classes are

@@ -201,7 +201,7 @@ def _place_slots(
 
 
 @triton.jit
-def _clear_tail(slot_R, token_R, first, R, part, parts, BLOCK: tl.constexpr):
+def clear_tail(slot_R, token_R, first, R, part, parts, BLOCK: tl.constexpr):
     """Zero the rows from `first` on; part `part` of `parts`."""
     for at in range(first + part * BLOCK, R, parts * BLOCK):
         r = at + tl.arange(0, BLOCK)
@@ -232,7 +232,7 @@ def place_block(
         PER_TOKEN, E, EP, BITS, G, HAS_TOKEN, ASM,
     )  # fmt: skip
     if CLEAR:
-        _clear_tail(slot_R, token_R, rows, R, part, parts, 1024)
+        clear_tail(slot_R, token_R, rows, R, part, parts, 1024)
 
 
 @triton.jit

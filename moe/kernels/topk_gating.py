@@ -180,26 +180,26 @@ def topk_gating_ref(
 
 # ------------------------------------------------------------------------------------------ kernels
 # Scores and norms as integers, because a kernel compares constants, not strings.
-_SCORE = {name: i for i, name in enumerate(SCORES)}
-_NORM = {name: i for i, name in enumerate(NORMS)}
+SCORE_CODE = {name: i for i, name in enumerate(SCORES)}
+NORM_CODE = {name: i for i, name in enumerate(NORMS)}
 _SOFTMAX, _SIGMOID, _SQRTSOFTPLUS, _IDENTITY = (tl.constexpr(i) for i in range(4))
 _TOPK_SUM, _NONE, _SOFTMAX_TOPK = (tl.constexpr(i) for i in range(3))
 _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 _NEG_INF = tl.constexpr(float("-inf"))
 _GROUP_FLOOR = tl.constexpr(GROUP_FLOOR)
-_NEG_INF_KEY = tl.constexpr(-2139095041)  # _ordered(-inf)
-_EMPTY_KEY = tl.constexpr(-2147483648)  # below every key
+_NEG_INF_KEY = tl.constexpr(-2139095041)  # ordered(-inf)
+EMPTY_KEY = tl.constexpr(-2147483648)  # below every key
 
 
 @triton.jit
-def _ordered(x):
+def ordered(x):
     """float32 → int32 of the same order (-0 must have been turned into +0); its own inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _unordered(key):
+def unordered(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -211,7 +211,7 @@ def _log1p(u):
 
 
 @triton.jit
-def _elementwise_score(z, SCORE: tl.constexpr):
+def elementwise_score(z, SCORE: tl.constexpr):
     """sigmoid, sqrtsoftplus or identity of sanitised logits; 0 for -inf."""
     if SCORE == _SIGMOID:
         return 1.0 / (1.0 + tl.exp(-z))
@@ -243,13 +243,13 @@ def _kept_groups(
         best = tl.max(member, axis=2)
         total += best
     group = tl.arange(0, GP)[None, :]
-    key = tl.where(group < G, _ordered(total + 0.0), _EMPTY_KEY)
+    key = tl.where(group < G, ordered(total + 0.0), EMPTY_KEY)
     keep = tl.zeros((BT, GP), dtype=tl.int32)
     for _ in range(KEPT):
         lowest = tl.min(tl.where(key == tl.max(key, axis=1)[:, None], group, GP), axis=1)
         hit = group == lowest[:, None]
         keep = tl.where(hit, 1, keep)
-        key = tl.where(hit, _EMPTY_KEY, key)
+        key = tl.where(hit, EMPTY_KEY, key)
     keep = tl.broadcast_to(keep[:, :, None], (BT, GP, EGP))
     return tl.reshape(keep, (BT, GP * EGP)) > 0
 
@@ -272,7 +272,7 @@ def _gates(
             if TWO:
                 gate = gate * inverse[:, None]
         else:
-            gate = _elementwise_score(sel_z, SCORE)
+            gate = elementwise_score(sel_z, SCORE)
         gate = tl.where(ok, gate, 0.0)
         if NORM == _TOPK_SUM:
             gate = gate / (tl.sum(gate, axis=1) + 1e-20)[:, None]
@@ -353,7 +353,7 @@ def _exact_tile(
         score = exps * inverse[:, None]
         prob = score
     elif SCORE == _SIGMOID or SCORE == _SQRTSOFTPLUS:
-        score = _elementwise_score(z, SCORE)
+        score = elementwise_score(z, SCORE)
         prob = score / (tl.sum(score, axis=1) + 1e-20)[:, None]
     else:
         prob = exps * inverse[:, None]
@@ -371,7 +371,7 @@ def _exact_tile(
             biased = tl.where(live, biased, _NEG_INF)
         if KEPT < G:
             key = tl.where(_kept_groups(biased, BT, G, GP, EGP, KEPT, TOP), key, _NEG_INF)
-    key = tl.where(real[None, :], _ordered(key + 0.0), _EMPTY_KEY)
+    key = tl.where(real[None, :], ordered(key + 0.0), EMPTY_KEY)
 
     slot = tl.arange(0, KP)[None, :]
     sel_z = tl.full((BT, KP), _NEG_INF, dtype=tl.float32)
@@ -384,12 +384,12 @@ def _exact_tile(
             picked = tl.sum(tl.where(hit, z, 0.0), axis=1)
             picked = tl.where(best > _NEG_INF_KEY, picked, _NEG_INF)
         else:
-            picked = _unordered(best)
+            picked = unordered(best)
         if GP != 1:
             pick = (pick // EGP) * EG + pick % EGP
         sel_z = tl.where(slot == k, picked[:, None], sel_z)
         sel_id = tl.where(slot == k, pick[:, None], sel_id)
-        key = tl.where(hit, _EMPTY_KEY, key)
+        key = tl.where(hit, EMPTY_KEY, key)
 
     ok = sel_z > _NEG_INF
     gates = _gates(sel_z, ok, shift, inverse, scale, SCORE, NORM, True)
@@ -423,7 +423,7 @@ def _key_value(z, lse, b, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr):
         if SCORE == _SOFTMAX:
             c = tl.exp(z - lse) + b
         else:
-            c = _elementwise_score(z, SCORE) + b
+            c = elementwise_score(z, SCORE) + b
         return tl.where((z > _NEG_INF) & (c == c), c, _NEG_INF)
     else:
         return z
@@ -440,7 +440,7 @@ def _bucket_keys(
         for j in tl.static_range(1, J):
             best = tl.maximum(best, values[n * J + j])
         best = tl.max(best, axis=2)
-        key = _ordered(best + 0.0) & -BUCKETS
+        key = ordered(best + 0.0) & -BUCKETS
         keys = keys + (key | (BUCKETS - 1 - n * LANES - lane)[None, :],)
     return keys
 
@@ -477,8 +477,8 @@ def _stage_one(
         shift = tl.max(tl.max(best, axis=2), axis=1)
     else:
         keys = _bucket_keys(xs, lane, BUCKETS, LANES, N, J)
-        top = largest(top_of(keys, N, L, _EMPTY_KEY), 1, L)
-        shift = _unordered(top[0] & -BUCKETS)
+        top = largest(top_of(keys, N, L, EMPTY_KEY), 1, L)
+        shift = unordered(top[0] & -BUCKETS)
     scores = ()
     part = xs[0]
     for i in tl.static_range(N * J):
@@ -494,7 +494,7 @@ def _stage_one(
     if SCORE == _SIGMOID or SCORE == _SQRTSOFTPLUS:
         scores = ()
         for i in tl.static_range(N * J):
-            s = _elementwise_score(xs[i], SCORE)
+            s = elementwise_score(xs[i], SCORE)
             if i == 0:
                 part = s
             else:
@@ -507,7 +507,7 @@ def _stage_one(
             b = tl.load(bias + i * W + column, mask=i * W + column < E, other=0.0).to(tl.float32)
             values = values + (_key_value(xs[i], lse[:, None, None], b, SCORE, True),)
         keys = _bucket_keys(values, lane, BUCKETS, LANES, N, J)
-        top = largest(top_of(keys, N, L, _EMPTY_KEY), 1, L)
+        top = largest(top_of(keys, N, L, EMPTY_KEY), 1, L)
     level = (top[K - 1] & -BUCKETS)[:, None]
     found = (keys[0] >= level).to(tl.int32)
     for n in tl.static_range(1, N):
@@ -581,13 +581,13 @@ def _stage_two(
             if HAS_BIAS:
                 b = tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
             v = _key_value(z, lse[:, None], b, SCORE, HAS_BIAS)
-            tiles = tiles + (_columns((_ordered(v + 0.0) & -EP) | (EP - 1 - c)),)
+            tiles = tiles + (_columns((ordered(v + 0.0) & -EP) | (EP - 1 - c)),)
     for i in tl.static_range(4 * J):
         keys = ()
         for k in tl.static_range(K):
             keys = keys + (tiles[k * J + i // 4][i % 4],)
         for _ in tl.static_range(L - K):
-            keys = keys + (tl.full(keys[0].shape, _EMPTY_KEY, tl.int32),)
+            keys = keys + (tl.full(keys[0].shape, EMPTY_KEY, tl.int32),)
         keys = sort_descending(keys, L)
         if i == 0:
             best = keys
@@ -760,7 +760,7 @@ def _gating_kernel(
 
 
 @triton.jit
-def _score_slope(z, s, SCORE: tl.constexpr):
+def score_slope(z, s, SCORE: tl.constexpr):
     """Derivative of an elementwise score s(z)."""
     if SCORE == _SIGMOID:
         return s * (1.0 - s)
@@ -798,10 +798,10 @@ def _backward_kernel(
     if HAS_PROB:
         dp = tl.load(d_prob + column, mask=column < E, other=0.0)[None, :]
         if SCORE == _SIGMOID or SCORE == _SQRTSOFTPLUS:
-            s = tl.where(live, _elementwise_score(z, SCORE), 0.0)
+            s = tl.where(live, elementwise_score(z, SCORE), 0.0)
             inverse = (1.0 / (tl.sum(s, axis=1) + 1e-20))[:, None]
             mean = tl.sum(s * inverse * dp, axis=1)[:, None]
-            dz += (dp - mean) * inverse * _score_slope(z, s, SCORE)
+            dz += (dp - mean) * inverse * score_slope(z, s, SCORE)
         else:
             dz += p * dp
             on_p -= tl.sum(p * dp, axis=1)
@@ -827,12 +827,12 @@ def _backward_kernel(
             dk = tl.where(ok, tl.exp(zk - row_lse[:, None]), 0.0) * dg
             on_p -= tl.sum(dk, axis=1)
         else:
-            sk = tl.where(ok, _elementwise_score(zk, SCORE), 0.0)
+            sk = tl.where(ok, elementwise_score(zk, SCORE), 0.0)
             dk = dg
             if NORM == _TOPK_SUM:
                 inverse = (1.0 / (tl.sum(sk, axis=1) + 1e-20))[:, None]
                 dk = (dg - tl.sum(sk * inverse * dg, axis=1)[:, None]) * inverse
-            dk = tl.where(ok, dk * _score_slope(zk, sk, SCORE), 0.0)
+            dk = tl.where(ok, dk * score_slope(zk, sk, SCORE), 0.0)
         for k in range(rounds):
             idk = tl.max(tl.where(slot == k, id, -1), axis=1)
             add = tl.sum(tl.where(slot == k, dk, 0.0), axis=1)
@@ -957,7 +957,8 @@ def _topk_gating_triton(
             logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
             logits_TE if valid_T is None else valid_T.contiguous(),
             expert, gate, lse, *partial, *meta, T, plan.block, logits_TE.stride(0),
-            logits_TE.stride(1), scale, k, TOP=group_top, SCORE=_SCORE[score], NORM=_NORM[norm],
+            logits_TE.stride(1), scale, k,
+            TOP=group_top, SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],
             HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=one and metadata,
             BITS=expert_bits(E), WORDS=words_per_step(E), ASM=not INTERPRET,
             num_warps=plan.warps, **plan.sizes,
@@ -996,7 +997,7 @@ def _topk_gating_backward_triton(
         _backward_kernel[(triton.cdiv(T, bt),)](
             logits_TE, expert_TK, gate_TK, lse_T, *(lse_T if d is None else d for d in given),
             d_logits, T, logits_TE.stride(0), logits_TE.stride(1), scale, k,
-            E=E, EP=np2(E), K=k, KP=np2(k), SCORE=_SCORE[score], NORM=_NORM[norm],
+            E=E, EP=np2(E), K=k, KP=np2(k), SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],
             HAS_GATE=given[0] is not None, HAS_LSE=given[1] is not None,
             HAS_PROB=given[2] is not None, BT=bt, num_warps=4,
         )  # fmt: skip
