@@ -76,7 +76,7 @@ def cards(record: Record, unigram: float | None) -> list[tuple[str, str]]:
         out.append((f"{last['step']}{f' / {steps}' if steps else ''}", "steps"))
         out.append((f"{float(last['loss']):.3f}", "training loss"))
     if val.steps:
-        out.append((f"{val.values[-1]:.3f}", f"validation loss, step {val.steps[-1]}"))
+        out.append((f"{val.values[-1]:.3f}", f"validation loss at step {val.steps[-1]}:"))
     if unigram is not None:
         out.append((f"{unigram:.3f}", "unigram entropy of the text"))
     if "tokens" in last:
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         fail(error)
     out = options.out or options.run / "report.html"
     out.write_text(render(record), encoding="utf-8")
-    print(", ".join(f"{name} {value}" for value, name in cards(record, unigram_entropy(record))))
+    print(" | ".join(f"{name} {value}" for value, name in cards(record, unigram_entropy(record))))
     for finding in findings(record):
         print(f"{finding.level}: {finding.seen}\n  → {finding.remedy}")
     print(f"report: {out} ({out.stat().st_size / 1024:.0f} KiB)")

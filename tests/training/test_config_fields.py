@@ -1,0 +1,370 @@
+"""No dead fields: each one, turned away from its default, gives another plan or an error.
+
+The plan is what `train.py` hands to the parts of a run before and around the first step: it is
+prepared for real, on a tiny text; a few parts are replaced by ones that note their arguments.
+"""
+
+import ast
+import hashlib
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+import training.data.loader
+import training.data.sources
+from models.config import ModelConfig
+from moe.metrics import RouterStats
+from parallel import World
+from training import status
+from training.config import Config, ConfigError, field_names, load_config, make_plan
+from training.config_load import models_in
+from training.data.config import DataError
+from training.loop import router_losses
+from training.optim import group_table
+from training.schedule import learning_rate
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def digest(*tensors) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().double().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+class Told(dict):
+    """Arguments of the parts that are replaced."""
+
+    def spy(self, name, result=None):
+        def call(*arguments, **keywords):
+            self[name] = (arguments, keywords)
+            return result
+
+        return call
+
+
+class SilentLog:
+    active = False
+
+    def __init__(self, folder, attempt, wandb):
+        self.wandb = wandb
+
+    def __getattr__(self, name):
+        return lambda *arguments, **keywords: None
+
+
+def plan_of(config: Config, monkeypatch) -> dict:
+    """What a run with this config would do, as plain values that can be compared."""
+    told = Told()
+    real_saver, real_loader = train.Saver, training.data.loader.DataLoader
+
+    def saver(*arguments, **keywords):
+        told["saver"] = {key: keywords[key] for key in ("keep_last", "background")}
+        return real_saver(*arguments, **keywords)
+
+    def loader(*arguments, **keywords):
+        told.setdefault("workers", keywords.get("num_workers", 0))
+        keywords["num_workers"] = 0  # none are started
+        for key in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
+            keywords.pop(key, None)
+        return real_loader(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "setup_determinism", told.spy("deterministic"))
+        patch.setattr(train, "Saver", saver)
+        patch.setattr(train, "RunLog", SilentLog)
+        patch.setattr(train, "validate", lambda model, sources, **_: {"sources": sources})
+        patch.setattr(train, "sample_text", told.spy("sample", "text"))
+        patch.setattr(status, "plots", told.spy("plots"))
+        patch.setattr(training.data.loader, "DataLoader", loader)
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+        job = train.prepare(config, make_plan(config, cuda=False), World())
+        try:
+            return _collect(job, told)
+        finally:
+            job.data.close()
+            job.saver.wait()
+            train.release()
+
+
+def _collect(job, told) -> dict:
+    config, optimizer = job.config, job.optimizer
+    batch = next(
+        job.data.steps(
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            steps=1,
+        )
+    )[0]
+    held_out = train.evaluate(job)["sources"]
+    torch.manual_seed(0)
+    stats = RouterStats(
+        *(
+            torch.rand(2, 4) if name in ("counts_E", "prob_sum_E", "rows_E") else torch.rand(2)
+            for name in RouterStats._fields
+        )
+    )
+    auxiliary, _ = router_losses(stats, 100, config.router, None)
+    told.pop("sample", None) if config.eval.sample_prompt is None else None
+    return {
+        "plan": vars(job.plan),
+        "folder": str(job.run.folder),
+        "steps": job.steps,
+        "weights": digest(*job.model.parameters()),
+        "moe": [block.moe.config for block in job.model.layers],
+        "recompute": (job.model.checkpointing, job.model.layers[0].recompute_attention),
+        "groups": group_table(optimizer.groups, config.optim.lr, ""),
+        "adamw": [{k: g[k] for k in ("betas", "eps")} for g in optimizer.adamw.param_groups],
+        "guard": (optimizer.clip_norm, optimizer.guard.spike_factor, optimizer.guard.stop),
+        "rates": [learning_rate(config.optim, step, job.steps) for step in range(job.steps)],
+        "auxiliary": auxiliary.item(),
+        "scope": config.router.balance_scope,
+        "due": [status.due(config, step, job.steps) for step in range(1, job.steps + 1)],
+        "wandb": status.wandb_settings(config, job.run) and job.log.wandb["mode"],
+        "project": (job.log.wandb or {}).get("project"),
+        "batch": digest(batch.tokens_BL, batch.labels_BL, batch.positions_BL),
+        "held_out": {
+            name: [digest(b.tokens_BL) for b in batches] for name, batches in held_out.items()
+        },
+        "text": job.data.describe(),
+        "position": job.data.state_dict(),
+        "vocabulary": job.tokenizer.vocab_size,
+        "sample": told.get("sample", ((), {}))[0][2:],
+        **{key: value for key, value in told.items() if key in ("saver", "workers")},
+        "deterministic": "deterministic" in told,
+        "plots": "plots" in told,
+    }
+
+
+# Words that turn a field away from what the tiny run has; more than one where it needs company.
+TURNED = {
+    "run.name": "run.name=other",
+    "run.dir": "run.dir=elsewhere",
+    "run.seed": "run.seed=5",
+    "run.resume": "run.resume=never",
+    "run.device": "run.device=cuda",
+    "run.deterministic": "run.deterministic=true",
+    "model.hf_config": "model.hf_config=nowhere",
+    "model.init_from": "model.init_from=nowhere",
+    "model.kernels": "model.kernels=reference",
+    "model.save": "model.save=x",
+    "router.balance_coef": "router.balance_coef=0.5",
+    "router.balance_scope": "router.balance_scope=global",
+    "router.z_coef": "router.z_coef=0.5",
+    "router.rounding": "router.rounding=nearest",
+    "router.rounding_tile": "router.rounding_tile=2",
+    "router.rounding_min_tiles": "router.rounding_min_tiles=2",
+    "router.rounding_max_tiles": "router.rounding_max_tiles=2",
+    "router.rounding_min_mean_tiles": "router.rounding_min_mean_tiles=1.5",
+    "router.rounding_protect_top1": "router.rounding_protect_top1=true",
+    "router.rounding_renorm": "router.rounding_renorm=tr",
+    "data.sources": "data.sources=[{path: {folder}/validation.txt, format: lines}]",
+    "data.validation_sources": "data.validation_sources=[]",
+    "data.validation_fraction": "data.validation_fraction=0.4 data.validation_sources=[]",
+    "data.tokenizer": "data.tokenizer=null",
+    "data.tokenizer_vocab_size": "data.tokenizer_vocab_size=270 data.tokenizer=null",
+    "data.eos_token": "data.eos_token='the'",
+    "data.bos_token": "data.bos_token='<|endoftext|>'",
+    "data.add_bos": "data.add_bos=true",
+    "data.seq_len": "data.seq_len=16",
+    "data.packing": "data.packing=false",
+    "data.shuffle": "data.shuffle=false",
+    "data.stream": "data.stream=true",
+    "data.workers": "data.workers=1",
+    "optim.lr": "optim.lr=1e-4",
+    "optim.betas": "optim.betas=[0.8, 0.9]",
+    "optim.eps": "optim.eps=1e-6",
+    "optim.weight_decay": "optim.weight_decay=0",
+    "optim.schedule": "optim.schedule=linear",
+    "optim.warmup_steps": "optim.warmup_steps=1",
+    "optim.decay_fraction": "optim.decay_fraction=0.6",
+    "optim.min_lr_ratio": "optim.min_lr_ratio=0.5",
+    "optim.clip_norm": "optim.clip_norm=null",
+    "optim.router_lr_multiplier": "optim.router_lr_multiplier=0.1",
+    "optim.router_weight_decay": "optim.router_weight_decay=0.1",
+    "optim.on_nonfinite": "optim.on_nonfinite=stop",
+    "optim.spike_factor": "optim.spike_factor=3",
+    "train.steps": "train.steps=9",
+    "train.epochs": "train.epochs=3 train.steps=null",
+    "train.global_batch_size": "train.global_batch_size=8",
+    "train.micro_batch_size": "train.micro_batch_size=4",
+    "train.dtype": "train.dtype=bfloat16",
+    "train.compile": "train.compile=true",
+    "train.checkpointing": "train.checkpointing=selective",
+    "checkpoint.every_steps": "checkpoint.every_steps=2",
+    "checkpoint.keep_last": "checkpoint.keep_last=7",
+    "checkpoint.async_save": "checkpoint.async_save=false",
+    "eval.every_steps": "eval.every_steps=5",
+    "eval.batches": "eval.batches=1",
+    "eval.sample_prompt": "eval.sample_prompt=whale",
+    "eval.sample_tokens": "eval.sample_tokens=3 eval.sample_prompt=whale",
+    "log.every_steps": "log.every_steps=3",
+    "log.wandb": "log.wandb=offline",
+    "log.wandb_project": "log.wandb_project=other log.wandb=offline",
+    "log.plots": "log.plots=true",
+}
+# What the run is like before the field is turned, where the tiny run leaves the field no effect.
+ROUNDED = "router.rounding=nearest router.rounding_tile=4"
+BEFORE = {
+    f"router.rounding_{name}": ROUNDED
+    for name in ("tile", "min_tiles", "max_tiles", "min_mean_tiles", "protect_top1", "renorm")
+} | {
+    "data.tokenizer_vocab_size": "data.tokenizer=null data.tokenizer_vocab_size=262",
+    "eval.sample_tokens": "eval.sample_prompt=whale",
+    "log.wandb_project": "log.wandb=offline",
+}
+# Fields whose effect a plan cannot show, and where it is shown.
+SHOWN_BY = {
+    "parallel.timeout_s": "tests/training/test_config_fields.py",
+    "data.on_bad_line": "tests/training/test_config_fields.py",
+    "data.cache_dir": "tests/training/test_config_fields.py",
+    "data.tokenize_workers": "tests/training/test_config_fields.py",
+}
+
+
+def words(text: str, folder: Path) -> list[str]:
+    """Overrides of a line; only a line of one may have spaces in it."""
+    text = text.replace("{folder}", str(folder))
+    return [text] if text.count("=") == 1 or "[{" in text else text.split()
+
+
+@pytest.fixture
+def run(tiny_config, monkeypatch, tmp_path):
+    """`run("optim.lr=1")` is the plan of the tiny run with these words; runs go to tmp_path."""
+    numbers = itertools.count()
+
+    def plan(text: str) -> dict:
+        place = tmp_path / str(next(numbers))  # so that no run finds what another left
+        place.mkdir()
+        monkeypatch.chdir(place)
+        config = load_config(tiny_config, words(text, tiny_config.parent) if text else [])
+        return plan_of(config, monkeypatch)
+
+    return plan
+
+
+@pytest.fixture(scope="session")
+def plans():
+    """Plans that several fields are compared with."""
+    return {}
+
+
+def places() -> set[str]:
+    """section.key of every field but those of the architecture and of single sources."""
+    return {
+        f"{section}.{key}"
+        for section, keys in field_names().items()
+        if section and "." not in section
+        for key in keys
+        if not (section == "model" and key in ModelConfig.model_fields)
+    }
+
+
+def test_every_field_is_turned():
+    assert set(TURNED) | set(SHOWN_BY) == places()
+    assert not set(TURNED) & set(SHOWN_BY)
+
+
+@pytest.mark.parametrize("place", TURNED)
+def test_a_turned_field_gives_another_plan_or_an_error(place, run, plans, tmp_path):
+    before = BEFORE.get(place, "")
+    if before not in plans:
+        plans[before] = run(before)
+    turned = f"{before} {TURNED[place]}" if before.startswith("router") else TURNED[place]
+    section, key = place.split(".")
+    field = next(models_in(Config.model_fields[section].annotation)).model_fields[key]
+    assert field is not None
+    try:
+        plan = run(turned)
+    except (ConfigError, DataError) as error:
+        refusal = str(error)
+    else:
+        refusal = None
+    if refusal is not None:
+        assert key in refusal
+        return
+    changed = {name for name in plan if plan[name] != plans[before][name]}
+    assert changed, f"{turned} changes nothing"
+
+
+def test_timeout_reaches_the_process_group(tiny_config, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def start(device, timeout_s):
+        raise Asked(timeout_s)
+
+    monkeypatch.setattr(train, "start", start)
+    with pytest.raises(Asked, match=r"12\.5"):
+        train.main([str(tiny_config), "parallel.timeout_s=12.5"])
+
+
+def test_bad_lines_stop_or_are_skipped(tiny_config, run, tmp_path):
+    text = tmp_path / "bad.jsonl"
+    good = '{"text": "' + "the old whale saw the sailor " * 40 + '"}\n'
+    text.write_text(good + "{broken\n" + good)
+    source = f"data.sources=[{{path: {text}, name: text}}]"
+    with pytest.raises(DataError, match=r"bad\.jsonl"):
+        run(source)
+    config = load_config(tiny_config, [source, "data.on_bad_line=skip", "run.name=skips"])
+    assert config.data.on_bad_line == "skip"
+
+
+def test_texts_are_cached_where_it_is_said(run, tmp_path):
+    run(f"data.cache_dir={tmp_path}/here")
+    assert list((tmp_path / "here").iterdir())
+
+
+def test_tokenising_uses_as_many_processes_as_are_said(run, monkeypatch, tmp_path):
+    seen = []
+    real = training.data.sources.write_store
+
+    def write(*arguments, **keywords):
+        seen.append(keywords["workers"])
+        return real(*arguments, **keywords | {"workers": 1})
+
+    monkeypatch.setattr(training.data.sources, "write_store", write)
+    run(f"data.tokenize_workers=3 data.cache_dir={tmp_path}/new")
+    assert seen
+    assert set(seen) == {3}
+
+
+# --- read somewhere -----------------------------------------------------------------------------
+
+# Names that the parts of the code give to a section, beside its own.
+ALIASES = {
+    "eval": {"evaluation"},
+    "data": {"config", "self", "given", "source", "job"},
+    "model": {"config", "c", "self", "given"},
+    "run": set(),
+}
+
+
+def test_every_field_is_read_outside_the_config():
+    reads: dict[str, set[str]] = {}
+    for path in [ROOT / "train.py", *sorted(ROOT.glob("*/**/*.py"))]:
+        top = path.relative_to(ROOT).parts[0]
+        if top not in ("train.py", "training", "models", "moe", "parallel", "scripts"):
+            continue
+        if path.name in ("config_load.py",) or path == ROOT / "training" / "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                base = node.value
+                last = getattr(base, "attr", getattr(base, "id", ""))
+                reads.setdefault(node.attr, set()).add(last)
+    # Read where the config itself is made into something: the run's folder, the plan, the model.
+    within = {"run.name", "run.dir", "run.device", "train.dtype", "train.compile"}
+    within |= {"model.hf_config"}
+    unread = []
+    for section, keys in field_names().items():
+        top = section.split(".")[0]
+        for key in keys if section else ():
+            allowed = {section.split(".")[-1], top} | ALIASES.get(top, set())
+            if f"{section}.{key}" not in within and not reads.get(key, set()) & allowed:
+                unread.append(f"{section}.{key} (bases seen: {sorted(reads.get(key, ()))})")
+    assert not unread
