@@ -349,6 +349,13 @@ def test_missing_and_surplus_tensors_are_all_named(folder: Path) -> None:
     assert "1 wrong: lm_head.weight [96, 31] instead of [96, 32]" in text
 
 
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.experts.8.up_proj.weight", "model.extra"])
+def test_one_surplus_tensor_is_refused(folder: Path, name: str) -> None:
+    rewrite(folder, lambda tensors: tensors.update({name: tensors[EXPERT].clone()}))
+    with pytest.raises(ValueError, match=f"out: 1 unknown: {name}$"):
+        load_hf(folder)
+
+
 def test_prefix_too_many_is_refused(folder: Path) -> None:
     def change(tensors):
         for name in list(tensors):
