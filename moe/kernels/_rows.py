@@ -30,7 +30,7 @@ _SIZES = ["I", "O", "stride_a", "stride_we", "stride_wi", "stride_wo"]
 
 @triton.jit
 def _finish(
-    acc, scale, bias_ptr, out_ptr, out_desc, e, start, end, col, O,
+    acc, scale_ptr, bias_ptr, out_ptr, out_desc, e, start, end, col, O,
     BIAS: tl.constexpr, SCALE: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -38,11 +38,11 @@ def _finish(
     if SPLIT > 1:
         left, right = halves(acc)
         _finish(
-            left, scale, bias_ptr, out_ptr, out_desc, e, start, end, col, O,
+            left, scale_ptr, bias_ptr, out_ptr, out_desc, e, start, end, col, O,
             BIAS, SCALE, TMA, BM, BN // 2, SPLIT // 2,
         )  # fmt: skip
         _finish(
-            right, scale, bias_ptr, out_ptr, out_desc, e, start, end, col + BN // 2, O,
+            right, scale_ptr, bias_ptr, out_ptr, out_desc, e, start, end, col + BN // 2, O,
             BIAS, SCALE, TMA, BM, BN // 2, SPLIT // 2,
         )  # fmt: skip
     else:
@@ -51,9 +51,34 @@ def _finish(
             bias = tl.load(bias_ptr + e.to(tl.int64) * O + cols, mask=cols < O, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         if SCALE:
-            acc *= scale[:, None]
+            rows = start + tl.arange(0, BM)
+            acc *= tl.load(scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
         out = acc.to(out_ptr.dtype.element_ty)
         store_rows(out_ptr, out_desc, out, start, end, col, O, O, BM, BN, TMA)
+
+
+@triton.jit
+def _product(
+    acc, a_ptr, a_desc, w_ptr, w_desc, e, start, end, k, col, I, O,
+    stride_a, stride_we, stride_wi, stride_wo, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc + A · W for inner columns k … k + BK - 1."""
+    if TMA:  # rows past the end of the tile are another expert's; the store cuts them off
+        a = a_desc.load([start, k])
+    else:
+        cols = k + tl.arange(0, BK)
+        rows = source_rows(None, start, end, BM, False).to(tl.int64) * stride_a
+        a = tl.load(a_ptr + rows[:, None] + cols[None, :], mask=(cols < I)[None, :], other=0.0)
+    if TRANSPOSED:  # W in memory is (E, O, I)
+        w = weight_tile(
+            w_ptr, w_desc, e, col, k, O, I, stride_we, stride_wo, stride_wi, BN, BK, TMA
+        ).T
+    else:
+        w = weight_tile(
+            w_ptr, w_desc, e, k, col, I, O, stride_we, stride_wi, stride_wo, BK, BN, TMA
+        )
+    return tl.dot(a, w, acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -63,49 +88,59 @@ def _rows_kernel(
     I, O, stride_a, stride_we, stride_wi, stride_wo,
     TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tile_count_ptr)
     col_tiles = tl.cdiv(O, BN)
     count = row_tiles * col_tiles
     first = tl.program_id(0)
-    e, start, end, col_tile = look_up(
+    step = tl.num_programs(0)
+    next_e, next_start, next_end, next_col = look_up(
         first, count, row_tiles, col_tiles, tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP
     )
-    for t in tl.range(first, count, tl.num_programs(0), disallow_acc_multi_buffer=True):
-        next_e, next_start, next_end, next_col_tile = look_up(
-            t + tl.num_programs(0), count, row_tiles, col_tiles,
-            tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
-        )  # fmt: skip
-        col = col_tile * BN
-        if not TMA:
-            a_at = source_rows(None, start, end, BM, False).to(tl.int64) * stride_a
-            cols = tl.arange(0, BK)
+    if FLATTEN:
+        e, start, end, col = next_e, next_start, next_end, next_col * BN
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in tl.range(0, I, BK):
-            if TMA:  # rows past the end of the tile are another expert's; the store cuts them off
-                a = a_desc.load([start, k])
-            else:
-                at = a_at[:, None] + (k + cols)[None, :]
-                a = tl.load(a_ptr + at, mask=(k + cols < I)[None, :], other=0.0)
-            if TRANSPOSED:  # W in memory is (E, O, I)
-                w = weight_tile(
-                    w_ptr, w_desc, e, col, k, O, I, stride_we, stride_wo, stride_wi, BN, BK, TMA
-                ).T
-            else:
-                w = weight_tile(
-                    w_ptr, w_desc, e, k, col, I, O, stride_we, stride_wi, stride_wo, BK, BN, TMA
-                )
-            acc = tl.dot(a, w, acc, input_precision="ieee")
-        scale = None
-        if SCALE:
-            rows = start + tl.arange(0, BM)
-            scale = tl.load(scale_ptr + rows, mask=rows < end, other=0.0)
-        _finish(
-            acc, scale, bias_ptr, out_ptr, out_desc, e, start, end, col, O,
-            BIAS, SCALE, TMA, BM, BN, SPLIT,
-        )  # fmt: skip
-        e, start, end, col_tile = next_e, next_start, next_end, next_col_tile
+        t = first - step
+        k = tl.cdiv(I, BK) * BK
+        products = tl.cdiv(tl.maximum(count - first, 0), step) * tl.cdiv(I, BK)
+        for _ in tl.range(0, products, disallow_acc_multi_buffer=True):
+            k += BK
+            if k >= I:
+                k = 0
+                t += step
+                e, start, end, col = next_e, next_start, next_end, next_col * BN
+                next_e, next_start, next_end, next_col = look_up(
+                    t + step, count, row_tiles, col_tiles,
+                    tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
+                )  # fmt: skip
+            acc = _product(
+                acc, a_ptr, a_desc, w_ptr, w_desc, e, start, end, k, col, I, O,
+                stride_a, stride_we, stride_wi, stride_wo, TRANSPOSED, TMA, BM, BN, BK,
+            )  # fmt: skip
+            if k + BK >= I:
+                _finish(
+                    acc, scale_ptr, bias_ptr, out_ptr, out_desc, e, start, end, col, O,
+                    BIAS, SCALE, TMA, BM, BN, SPLIT,
+                )  # fmt: skip
+                acc = tl.zeros((BM, BN), dtype=tl.float32)
+    else:
+        for t in tl.range(first, count, step, disallow_acc_multi_buffer=True):
+            e, start, end, col = next_e, next_start, next_end, next_col * BN
+            next_e, next_start, next_end, next_col = look_up(
+                t + step, count, row_tiles, col_tiles,
+                tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
+            )  # fmt: skip
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            for k in tl.range(0, I, BK):
+                acc = _product(
+                    acc, a_ptr, a_desc, w_ptr, w_desc, e, start, end, k, col, I, O,
+                    stride_a, stride_we, stride_wi, stride_wo, TRANSPOSED, TMA, BM, BN, BK,
+                )  # fmt: skip
+            _finish(
+                acc, scale_ptr, bias_ptr, out_ptr, out_desc, e, start, end, col, O,
+                BIAS, SCALE, TMA, BM, BN, SPLIT,
+            )  # fmt: skip
 
 
 def rows_triton(
@@ -143,7 +178,7 @@ def rows_triton(
         tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
         I, O, a_RI.stride(0), w_EIO.stride(0), w_EIO.stride(1), w_EIO.stride(2),
         TRANSPOSED=transposed, BIAS=bias_EO is not None, SCALE=scale_R is not None, TMA=tma,
-        BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, SPLIT=c.split,
+        BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, SPLIT=c.split, FLATTEN=c.flatten,
         num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     return out_RO

@@ -102,13 +102,19 @@ _FULL = {  # float32 products run on the plain cores (no TF32): accuracy first
     "outer": [Config(64, 64, 32, warps=4, stages=2, split=1)],
 }
 _TRIALS: dict[str, list[Config]] = {
-    "up": [Config(128, 256, 64, stages=3, split=2, group=16)],
-    "rows": [Config(128, 256, 64, stages=4, split=4, group=16)],
-    "down_backward": [Config(128, 256, 64, stages=3, split=8)],
-    "outer": [
-        Config(128, 256, 64, stages=7, split=4),
-        Config(256, 128, 64, stages=7, split=4, flatten=True),
+    "up": [
+        Config(128, 256, 64, stages=4, split=4, flatten=True),
+        Config(128, 256, 64, stages=3, split=2, flatten=True),
     ],
+    "rows": [
+        Config(128, 256, 64, stages=4, split=4, flatten=True),
+        Config(128, 256, 64, stages=3, split=2, flatten=True),
+    ],
+    "down_backward": [
+        Config(128, 256, 64, stages=3, split=4, flatten=True),
+        Config(128, 128, 64, stages=4, split=2, flatten=True),
+    ],
+    "outer": [Config(128, 256, 64, stages=7, split=4)],
 }
 _SMALL_ROWS = 64  # mean rows per expert below which tiles of 64 rows waste less
 

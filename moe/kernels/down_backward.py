@@ -167,6 +167,60 @@ def _finish(
         return dot
 
 
+@triton.jit
+def _product(
+    da, do_ptr, do_desc, do_at, w2_ptr, w2_desc, e, start, k, col, D, N,
+    stride_we, stride_wd, stride_wn, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    VEC: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """dA + dO · W2 for inner columns k … k + BK - 1; see `up_forward` for the vectors."""
+    if GATHER or not TMA:
+        cols = tl.arange(0, BK)
+        at = ((do_at + k // VEC) * VEC)[:, None] + cols[None, :]
+        if EVEN:
+            do = tl.load(do_ptr + at)
+        else:
+            do = tl.load(do_ptr + at, mask=(k + cols < D)[None, :], other=0.0)
+    else:
+        do = do_desc.load([start, k])
+    w = weight_tile(w2_ptr, w2_desc, e, k, col, D, N, stride_we, stride_wd, stride_wn, BK, BN, TMA)
+    return tl.dot(do, w, da, input_precision="ieee")
+
+
+@triton.jit
+def _slots_of(slot_ptr, start, end, BM: tl.constexpr, SLOTS: tl.constexpr):
+    """Slot of each row of a tile; rows past its end repeat the last one."""
+    rows = tl.maximum(tl.minimum(start + tl.arange(0, BM), end - 1), 0)
+    if SLOTS:
+        rows = tl.load(slot_ptr + rows)
+    return rows
+
+
+@triton.jit
+def _gates_of(gates_ptr, slots, BM: tl.constexpr, GATES: tl.constexpr):
+    """Gate of each row; asked for long before it is used, so that nothing waits for it."""
+    if GATES:
+        return tl.load(gates_ptr + slots).to(tl.float32)
+    return tl.zeros((BM,), dtype=tl.float32)
+
+
+@triton.jit
+def _finish_tile(
+    da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, dot_ptr, start, end, col, R, H, N,
+    ACT: tl.constexpr, WIDTH: tl.constexpr, GATES: tl.constexpr, WANT_DH: tl.constexpr,
+    WANT_A: tl.constexpr, WANT_DOT: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of a whole tile: its parts, and its share of <dA, A>."""
+    dot = _finish(
+        da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, H, N,
+        ACT, WIDTH, GATES, WANT_DH, WANT_A, TMA, BM, BN, SPLIT,
+    )  # fmt: skip
+    if WANT_DOT:
+        rows = start + tl.arange(0, BM)
+        tl.store(dot_ptr + (col // BN).to(tl.int64) * R + rows, dot, mask=rows < end)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def _down_backward_kernel(
     do_ptr, do_desc, w2_ptr, w2_desc, h_ptr, h_desc, gates_ptr, dh_ptr, dh_desc, a_ptr, a_desc,
@@ -176,54 +230,73 @@ def _down_backward_kernel(
     SLOTS: tl.constexpr, WANT_DH: tl.constexpr, WANT_A: tl.constexpr, WANT_DOT: tl.constexpr,
     TMA: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tile_count_ptr)
     col_tiles = tl.cdiv(N, BN)
     count = row_tiles * col_tiles
     first = tl.program_id(0)
-    e, start, end, col_tile = look_up(
+    step = tl.num_programs(0)
+    next_e, next_start, next_end, next_col = look_up(
         first, count, row_tiles, col_tiles, tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP
     )
-    sources = source_rows(token_ptr, start, end, BM, GATHER)
-    for t in tl.range(first, count, tl.num_programs(0), disallow_acc_multi_buffer=True):
-        do_at = sources.to(tl.int64) * stride_do
-        next_e, next_start, next_end, next_col_tile = look_up(
-            t + tl.num_programs(0), count, row_tiles, col_tiles,
-            tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
-        )  # fmt: skip
-        next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
-        col = col_tile * BN
-        cols = tl.arange(0, BK)
-        rows = start + tl.arange(0, BM)
-        gate = None
-        if GATES:
-            slots = rows
-            if SLOTS:
-                slots = tl.load(slot_ptr + rows, mask=rows < end, other=0)
-            gate = tl.load(gates_ptr + slots, mask=rows < end, other=0.0).to(tl.float32)
+    next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
+    next_slots = _slots_of(slot_ptr, next_start, next_end, BM, SLOTS)
+    if FLATTEN:
+        e, start, end, col = next_e, next_start, next_end, next_col * BN
+        do_at = next_sources.to(tl.int64) * stride_do
+        gate = tl.zeros((BM,), dtype=tl.float32)
         da = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in tl.range(0, D, BK):
-            if GATHER or not TMA:
-                at = ((do_at + k // VEC) * VEC)[:, None] + cols[None, :]
-                if EVEN:
-                    do = tl.load(do_ptr + at)
-                else:
-                    do = tl.load(do_ptr + at, mask=(k + cols < D)[None, :], other=0.0)
-            else:
-                do = do_desc.load([start, k])
-            w = weight_tile(
-                w2_ptr, w2_desc, e, k, col, D, N, stride_we, stride_wd, stride_wn, BK, BN, TMA
-            )
-            da = tl.dot(do, w, da, input_precision="ieee")
-        dot = _finish(
-            da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, H, N,
-            ACT, WIDTH, GATES, WANT_DH, WANT_A, TMA, BM, BN, SPLIT,
-        )  # fmt: skip
-        if WANT_DOT:
-            tl.store(dot_ptr + col_tile.to(tl.int64) * R + rows, dot, mask=rows < end)
-        e, start, end, col_tile = next_e, next_start, next_end, next_col_tile
-        sources = next_sources
+        t = first - step
+        k = tl.cdiv(D, BK) * BK
+        products = tl.cdiv(tl.maximum(count - first, 0), step) * tl.cdiv(D, BK)
+        for _ in tl.range(0, products, disallow_acc_multi_buffer=True):
+            k += BK
+            if k >= D:
+                k = 0
+                t += step
+                e, start, end, col = next_e, next_start, next_end, next_col * BN
+                do_at = next_sources.to(tl.int64) * stride_do
+                gate = _gates_of(gates_ptr, next_slots, BM, GATES)
+                next_e, next_start, next_end, next_col = look_up(
+                    t + step, count, row_tiles, col_tiles,
+                    tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
+                )  # fmt: skip
+                next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
+                next_slots = _slots_of(slot_ptr, next_start, next_end, BM, SLOTS)
+            da = _product(
+                da, do_ptr, do_desc, do_at, w2_ptr, w2_desc, e, start, k, col, D, N,
+                stride_we, stride_wd, stride_wn, GATHER, TMA, EVEN, VEC, BN, BK,
+            )  # fmt: skip
+            if k + BK >= D:
+                _finish_tile(
+                    da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, dot_ptr,
+                    start, end, col, R, H, N,
+                    ACT, WIDTH, GATES, WANT_DH, WANT_A, WANT_DOT, TMA, BM, BN, SPLIT,
+                )  # fmt: skip
+                da = tl.zeros((BM, BN), dtype=tl.float32)
+    else:
+        for t in tl.range(first, count, step, disallow_acc_multi_buffer=True):
+            e, start, end, col = next_e, next_start, next_end, next_col * BN
+            do_at = next_sources.to(tl.int64) * stride_do
+            gate = _gates_of(gates_ptr, next_slots, BM, GATES)
+            next_e, next_start, next_end, next_col = look_up(
+                t + step, count, row_tiles, col_tiles,
+                tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
+            )  # fmt: skip
+            next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
+            next_slots = _slots_of(slot_ptr, next_start, next_end, BM, SLOTS)
+            da = tl.zeros((BM, BN), dtype=tl.float32)
+            for k in tl.range(0, D, BK):
+                da = _product(
+                    da, do_ptr, do_desc, do_at, w2_ptr, w2_desc, e, start, k, col, D, N,
+                    stride_we, stride_wd, stride_wn, GATHER, TMA, EVEN, VEC, BN, BK,
+                )  # fmt: skip
+            _finish_tile(
+                da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, dot_ptr,
+                start, end, col, R, H, N,
+                ACT, WIDTH, GATES, WANT_DH, WANT_A, WANT_DOT, TMA, BM, BN, SPLIT,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["R", "part"])
@@ -374,7 +447,7 @@ def down_backward_triton(
         ACT=activation, WIDTH=width, GATHER=token_R is not None, **gate_args, WANT_DH=want_dh,
         WANT_A=want_a, WANT_DOT=want_dgate, TMA=tma, EVEN=D % c.bk == 0,
         VEC=vec, BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group,
-        SPLIT=c.split, num_warps=c.warps, num_stages=c.stages,
+        SPLIT=c.split, FLATTEN=c.flatten, num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     if want_dgate:
         if b2_ED is not None:

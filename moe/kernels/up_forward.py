@@ -87,6 +87,28 @@ def _finish(
         store_rows(a_ptr, a_desc, a, start, end, col // WIDTH, N, N, BM, BN // WIDTH, TMA)
 
 
+@triton.jit
+def _product(
+    acc, x_ptr, x_desc, x_at, w1_ptr, w1_desc, e, start, k, col, D, H,
+    stride_we, stride_wh, stride_wd, GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    VEC: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc + X · W1ᵀ for inner columns k … k + BK - 1."""
+    if GATHER or not TMA:
+        # Whole vectors of VEC elements keep the loads 16 bytes wide and asynchronous: where the
+        # loops are one, the compiler sees no alignment in x_at itself.
+        cols = tl.arange(0, BK)
+        at = ((x_at + k // VEC) * VEC)[:, None] + cols[None, :]
+        if EVEN:
+            x = tl.load(x_ptr + at)
+        else:
+            x = tl.load(x_ptr + at, mask=(k + cols < D)[None, :], other=0.0)
+    else:
+        x = x_desc.load([start, k])
+    w = weight_tile(w1_ptr, w1_desc, e, col, k, H, D, stride_we, stride_wh, stride_wd, BN, BK, TMA)
+    return tl.dot(x, w.T, acc, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def _up_kernel(
     x_ptr, x_desc, w1_ptr, w1_desc, b1_ptr, h_ptr, h_desc, a_ptr, a_desc, token_ptr,
@@ -95,47 +117,65 @@ def _up_kernel(
     ACT: tl.constexpr, WIDTH: tl.constexpr, GATHER: tl.constexpr, STORE_H: tl.constexpr,
     BIAS: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.load(tile_count_ptr)
     col_tiles = tl.cdiv(H, BN)
     count = row_tiles * col_tiles
     first = tl.program_id(0)
-    e, start, end, col_tile = look_up(
+    step = tl.num_programs(0)
+    next_e, next_start, next_end, next_col = look_up(
         first, count, row_tiles, col_tiles, tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP
     )
-    sources = source_rows(token_ptr, start, end, BM, GATHER)
-    for t in tl.range(first, count, tl.num_programs(0), disallow_acc_multi_buffer=True):
-        x_at = sources.to(tl.int64) * stride_x
-        next_e, next_start, next_end, next_col_tile = look_up(
-            t + tl.num_programs(0), count, row_tiles, col_tiles,
-            tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
-        )  # fmt: skip
-        next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
-        col = col_tile * BN
-        cols = tl.arange(0, BK)
+    next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
+    if FLATTEN:
+        e, start, end, col = next_e, next_start, next_end, next_col * BN
+        x_at = next_sources.to(tl.int64) * stride_x
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in tl.range(0, D, BK):
-            if GATHER or not TMA:
-                # Whole vectors of VEC elements keep the loads 16 bytes wide and asynchronous: where
-                # the loops are flattened the compiler sees no alignment in x_at itself.
-                at = ((x_at + k // VEC) * VEC)[:, None] + cols[None, :]
-                if EVEN:
-                    x = tl.load(x_ptr + at)
-                else:
-                    x = tl.load(x_ptr + at, mask=(k + cols < D)[None, :], other=0.0)
-            else:
-                x = x_desc.load([start, k])
-            w = weight_tile(
-                w1_ptr, w1_desc, e, col, k, H, D, stride_we, stride_wh, stride_wd, BN, BK, TMA
-            )
-            acc = tl.dot(x, w.T, acc, input_precision="ieee")
-        _finish(
-            acc, b1_ptr, h_ptr, h_desc, a_ptr, a_desc, e, start, end, col, H, N,
-            ACT, WIDTH, STORE_H, BIAS, TMA, BM, BN, SPLIT,
-        )  # fmt: skip
-        e, start, end, col_tile = next_e, next_start, next_end, next_col_tile
-        sources = next_sources
+        t = first - step
+        k = tl.cdiv(D, BK) * BK
+        products = tl.cdiv(tl.maximum(count - first, 0), step) * tl.cdiv(D, BK)
+        for _ in tl.range(0, products, disallow_acc_multi_buffer=True):
+            k += BK
+            if k >= D:
+                k = 0
+                t += step
+                e, start, end, col = next_e, next_start, next_end, next_col * BN
+                x_at = next_sources.to(tl.int64) * stride_x
+                next_e, next_start, next_end, next_col = look_up(
+                    t + step, count, row_tiles, col_tiles,
+                    tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
+                )  # fmt: skip
+                next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
+            acc = _product(
+                acc, x_ptr, x_desc, x_at, w1_ptr, w1_desc, e, start, k, col, D, H,
+                stride_we, stride_wh, stride_wd, GATHER, TMA, EVEN, VEC, BN, BK,
+            )  # fmt: skip
+            if k + BK >= D:
+                _finish(
+                    acc, b1_ptr, h_ptr, h_desc, a_ptr, a_desc, e, start, end, col, H, N,
+                    ACT, WIDTH, STORE_H, BIAS, TMA, BM, BN, SPLIT,
+                )  # fmt: skip
+                acc = tl.zeros((BM, BN), dtype=tl.float32)
+    else:
+        for t in tl.range(first, count, step, disallow_acc_multi_buffer=True):
+            e, start, end, col = next_e, next_start, next_end, next_col * BN
+            x_at = next_sources.to(tl.int64) * stride_x
+            next_e, next_start, next_end, next_col = look_up(
+                t + step, count, row_tiles, col_tiles,
+                tile_expert_ptr, tile_start_ptr, tile_end_ptr, GROUP,
+            )  # fmt: skip
+            next_sources = source_rows(token_ptr, next_start, next_end, BM, GATHER)
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            for k in tl.range(0, D, BK):
+                acc = _product(
+                    acc, x_ptr, x_desc, x_at, w1_ptr, w1_desc, e, start, k, col, D, H,
+                    stride_we, stride_wh, stride_wd, GATHER, TMA, EVEN, VEC, BN, BK,
+                )  # fmt: skip
+            _finish(
+                acc, b1_ptr, h_ptr, h_desc, a_ptr, a_desc, e, start, end, col, H, N,
+                ACT, WIDTH, STORE_H, BIAS, TMA, BM, BN, SPLIT,
+            )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------- launcher
@@ -189,7 +229,7 @@ def up_forward_triton(
         ACT=activation, WIDTH=width, GATHER=token_R is not None, STORE_H=save_h,
         BIAS=b1_EH is not None, TMA=tma, EVEN=D % c.bk == 0,
         VEC=vec, BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group,
-        SPLIT=c.split, num_warps=c.warps, num_stages=c.stages,
+        SPLIT=c.split, FLATTEN=c.flatten, num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     return h_RH, a_RN
 

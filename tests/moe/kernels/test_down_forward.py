@@ -17,6 +17,7 @@ needs_interpreter = pytest.mark.skipif(
     not (HAVE_TRITON and INTERPRET), reason="needs Triton's interpreter"
 )
 SMALL = Config(32, 64, 32, group=2, split=2)
+FLAT = Config(32, 64, 32, group=2, split=2, flatten=True)
 
 
 def _by_hand(a_RN, w2_EDN, b2_ED, offsets, scale_R):
@@ -73,7 +74,12 @@ def test_kernel_at_odd_sizes(counts: list[int], D: int, N: int):
 @needs_interpreter
 @pytest.mark.parametrize(
     "options",
-    [{"bias": True}, {"scaled": True, "bias": True}, {"pointers": True, "bias": True}],
+    [
+        {"bias": True},
+        {"scaled": True, "bias": True, "config": FLAT},
+        {"pointers": True, "bias": True},
+        {"pointers": True, "config": FLAT},
+    ],
     ids=str,
 )
 def test_kernel_options(options: dict):

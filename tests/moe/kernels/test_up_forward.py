@@ -27,6 +27,7 @@ needs_interpreter = pytest.mark.skipif(
     not (HAVE_TRITON and INTERPRET), reason="needs Triton's interpreter"
 )
 SMALL = Config(32, 64, 32, group=2, split=2)
+FLAT = Config(32, 64, 32, group=2, split=2, flatten=True)
 
 
 def _by_hand(x_RD, w1_EHD, b1_EH, offsets, activation):
@@ -90,7 +91,8 @@ def _compare(
 )
 def test_kernel_at_odd_sizes(T: int, D: int, N: int):
     """TMA where D and N are multiples of 16 bytes; each size in one of two dtypes."""
-    _compare(T, D, N, 3, 2, dtype=torch.float32 if T % 2 else torch.float16)
+    dtype = torch.float32 if T % 2 else torch.float16
+    _compare(T, D, N, 3, 2, dtype=dtype, config=SMALL if T > 8 else FLAT)
 
 
 @needs_interpreter
@@ -103,11 +105,13 @@ def test_kernel_activations_and_bias(activation: str):
 @pytest.mark.parametrize(
     "options",
     [
-        {"gather": False},
+        {"gather": False, "config": FLAT},
+        {"pointers": True, "config": FLAT},
         {"pointers": True},
         {"pointers": True, "gather": False, "bias": True},
         {"save_h": False},
         {"holes": True},
+        {"holes": True, "config": FLAT},
     ],
     ids=str,
 )

@@ -1,0 +1,164 @@
+"""The experts' kernels compiled for sm_90 on any x86-64 Linux machine, no GPU needed.
+
+Every configuration must reach Hopper's matrix instructions (HGMMA in the machine code) without a
+spilled register and within the shared memory of a program. Compiling happens in a process of its
+own, since this one may run Triton's interpreter; the launchers run there as they are, with the
+launch itself replaced by a compilation.
+
+By default the first configuration of two kernels is compiled; all of them with
+By default the first configuration of two kernels is compiled; all with TESSERA_COMPILE_ALL=1
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SHARED_LIMIT = 232_448  # bytes of a program on compute capability 9.0
+SHARED_TWO = 113 * 1024  # of each where two share a multiprocessor, 1 KiB of each reserved
+KERNELS = ("up", "down", "dX", "dH", "dW1", "dW2")
+
+
+# ---------------------------------------------------------------------------- in a process of its
+# own
+
+
+def _report(kernel) -> dict:
+    """Registers, spills and instructions of a compiled kernel."""
+    import triton.backends.nvidia as nvidia
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tools = Path(nvidia.__file__).parent / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        ptx.write_text(kernel.asm["ptx"])
+        cubin.write_bytes(kernel.asm["cubin"])
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", folder + "/o"]
+        notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [str(tools / "cuobjdump"), "-sass", str(cubin)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", notes)[1]),
+        "spilled bytes": sum(map(int, re.findall(r"(\d+) bytes spill", notes))),
+        "serialised": "C75" in notes,
+        "shared": kernel.metadata.shared,
+        "HGMMA": code.count("HGMMA"),
+        "TMA loads": code.count("UTMALDG"),
+        "TMA stores": code.count("UTMASTG"),
+        "async copies": code.count("LDGSTS"),
+    }
+
+
+def _compile(names: list[str], everything: bool) -> None:
+    """Prints one line of JSON for each kernel and configuration."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    from moe.kernels import _tiles
+    from moe.kernels._rows import rows_triton
+    from moe.kernels.down_backward import down_backward_triton
+    from moe.kernels.routing_metadata import tile_schedule_ref
+    from moe.kernels.up_forward import up_forward_triton
+    from moe.kernels.weight_gradient import weight_gradient_triton
+
+    target = GPUTarget("cuda", 90, 32)
+    made: dict[str, object] = {}
+
+    def compile_only(self, *args, grid, warmup, **options):
+        backend = make_backend(target)
+        options |= {"debug": False, "sanitize_overflow": False}
+        binder = create_function_from_signature(self.signature, self.params, backend)
+        bound, specialization, rest = binder(*args, **options)
+        packed = self._pack_args(backend, options, bound, specialization, rest)
+        rest, signature, constexprs, attributes = packed
+        source = ASTSource(self, signature, constexprs, attributes)
+        made[self.fn.__name__] = triton.compile(source, target=target, options=rest.__dict__)
+
+    JITFunction.run = compile_only
+    _tiles.capability = lambda device: (9, 0)
+    _tiles.num_sms = lambda device: 132
+
+    T, D, N, E, R = 512, 1536, 256, 4, 1024
+    x, w1, w2, h, a = (
+        torch.empty(shape, dtype=torch.bfloat16)
+        for shape in ((T, D), (E, 2 * N, D), (E, D, N), (R, 2 * N), (R, N))
+    )
+    offsets = torch.arange(0, R + 1, R // E, dtype=torch.int32)
+    index, gates = torch.zeros(R, dtype=torch.int32), torch.zeros(R)
+    flags = ("swiglu", True, True, True)
+    launches = {
+        "up": ("up", lambda t, c: up_forward_triton(
+            x, w1, None, index, offsets, "swiglu", True, t, c)),
+        "down": ("rows", lambda t, c: rows_triton(a, w2.mT, None, None, t, c)),
+        "dX": ("rows", lambda t, c: rows_triton(h, w1, None, None, t, c)),
+        "dH": ("down_backward", lambda t, c: down_backward_triton(
+            x, w2, None, h, gates, index, index, index, offsets, *flags, t, c)),
+        "dW1": ("outer", lambda t, c: weight_gradient_triton(
+            h, x, None, index, offsets, None, c)),
+        "dW2": ("outer", lambda t, c: weight_gradient_triton(
+            x, a, index, None, offsets, None, c)),
+    }  # fmt: skip
+    for name in names:
+        kernel, launch = launches[name]
+        configs = _tiles.trials(kernel) if everything else _tiles.trials(kernel)[:1]
+        for config in configs:
+            tiles = None
+            if kernel != "outer":
+                tiles = _tiles.RowTiles(*tile_schedule_ref(offsets, config.bm, R), config.bm)
+            made.clear()
+            launch(tiles, config)
+            main = next(k for f, k in made.items() if f != "_gate_gradient_kernel")
+            row = {"kernel": name, "config": str(config), "ctas": config.ctas} | _report(main)
+            print(json.dumps(row | {"triton": triton.__version__}), flush=True)
+
+
+# -------------------------------------------------------------------------------------------- test
+
+
+def _supported() -> bool:
+    try:
+        import triton.backends.nvidia as nvidia
+    except ImportError:
+        return False
+    return (Path(nvidia.__file__).parent / "bin" / "cuobjdump").exists()
+
+
+@pytest.mark.skipif(not _supported(), reason="needs Triton with its NVIDIA tools")
+@pytest.mark.timeout(1800)
+def test_kernels_compile_for_hopper(tmp_path: Path):
+    everything = os.environ.get("TESSERA_COMPILE_ALL", "0") == "1"
+    names = KERNELS if everything else ("down", "dW2")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TESSERA_TUNE": "0"}
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
+    command = [sys.executable, __file__, ",".join(names), str(int(everything))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {row["kernel"] for row in rows} == set(names)
+    for row in rows:
+        limit = SHARED_LIMIT if row["ctas"] == 1 else SHARED_TWO
+        assert row["spilled bytes"] == 0, row
+        assert row["HGMMA"] > 0, row
+        assert not row["serialised"], row
+        assert row["shared"] <= limit, row
+        assert row["TMA loads"] > 0, row
+        assert row["TMA stores"] > 0, row
+        if row["kernel"] not in ("down", "dX"):
+            assert row["async copies"] > 0, f"the gather is not asynchronous: {row}"
+
+
+if __name__ == "__main__":
+    _compile(sys.argv[1].split(","), sys.argv[2] == "1")
