@@ -255,11 +255,8 @@ def _kept_groups(
 
 
 @triton.jit
-def _gates(
-    sel_z, ok, shift, inverse, scale, SCORE: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr
-):
-    """Gates [BT, KP] of the selected logits. The row's softmax is e^(z - shift) times, if TWO,
-    `inverse`."""
+def _gates(sel_z, ok, shift, inverse, scale, SCORE: tl.constexpr, NORM: tl.constexpr):
+    """Gates [BT, KP] of the selected logits; the row's softmax is e^(z - shift) * inverse."""
     if (NORM == _SOFTMAX_TOPK) or ((NORM == _TOPK_SUM) and (SCORE == _SOFTMAX)):
         top = tl.max(tl.where(ok, sel_z, _NEG_INF), axis=1)
         top = tl.where(top > _NEG_INF, top, 0.0)
@@ -268,9 +265,7 @@ def _gates(
         gate = gate / tl.where(total > 0.0, total, 1.0)[:, None]
     else:
         if SCORE == _SOFTMAX:
-            gate = tl.exp(sel_z - shift[:, None])
-            if TWO:
-                gate = gate * inverse[:, None]
+            gate = tl.exp(sel_z - shift[:, None]) * inverse[:, None]
         else:
             gate = elementwise_score(sel_z, SCORE)
         gate = tl.where(ok, gate, 0.0)
@@ -392,7 +387,7 @@ def _exact_tile(
         key = tl.where(hit, EMPTY_KEY, key)
 
     ok = sel_z > _NEG_INF
-    gates = _gates(sel_z, ok, shift, inverse, scale, SCORE, NORM, True)
+    gates = _gates(sel_z, ok, shift, inverse, scale, SCORE, NORM)
     out = row[:, None] * K + slot
     mask = inside[:, None] & (slot < K)
     tl.store(gate + out, tl.where(use[:, None], gates, 0.0), mask=mask)
@@ -417,11 +412,11 @@ def _exp_below(x, shift, ASM: tl.constexpr):
 
 
 @triton.jit
-def _key_value(z, lse, b, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _key_value(z, shift, inverse, b, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr):
     """What the selection compares, from logits and (if any) their experts' bias; -inf if masked."""
     if HAS_BIAS:
         if SCORE == _SOFTMAX:
-            c = tl.exp(z - lse) + b
+            c = tl.exp(z - shift) * inverse + b
         else:
             c = elementwise_score(z, SCORE) + b
         return tl.where((z > _NEG_INF) & (c == c), c, _NEG_INF)
@@ -455,8 +450,8 @@ def _stage_one(
     """Read BT whole rows: their best K buckets, their softmax, their probabilities into `prob`.
 
     LANES neighbouring threads share a row; each has N buckets of J vectors of 4 columns. Returns L
-    sorted bucket keys, logsumexp, whether more than K buckets could be among the best K when the
-    low bits of the maxima, which the bucket number replaces, are ignored, and prob.
+    sorted bucket keys, the softmax's shift and sum, whether more than K buckets could be among the
+    best K when the low bits of the maxima, which the bucket number replaces, are ignored, and prob.
     """
     W: tl.constexpr = 4 * LANES
     lane = tl.arange(0, LANES)
@@ -489,8 +484,8 @@ def _stage_one(
             part += e
         scores = scores + (e,)
     total = tl.sum(tl.sum(part, axis=2), axis=1)
-    lse = shift + tl.log(total)
-    norm = 1.0 / total
+    inverse = 1.0 / total
+    norm = inverse
     if SCORE == _SIGMOID or SCORE == _SQRTSOFTPLUS:
         scores = ()
         for i in tl.static_range(N * J):
@@ -505,7 +500,9 @@ def _stage_one(
         values = ()
         for i in tl.static_range(N * J):
             b = tl.load(bias + i * W + column, mask=i * W + column < E, other=0.0).to(tl.float32)
-            values = values + (_key_value(xs[i], lse[:, None, None], b, SCORE, True),)
+            values = values + (
+                _key_value(xs[i], shift[:, None, None], inverse[:, None, None], b, SCORE, True),
+            )
         keys = _bucket_keys(values, lane, BUCKETS, LANES, N, J)
         top = largest(top_of(keys, N, L, EMPTY_KEY), 1, L)
     level = (top[K - 1] & -BUCKETS)[:, None]
@@ -514,12 +511,12 @@ def _stage_one(
         found += (keys[n] >= level).to(tl.int32)
     crowded = tl.sum(found, axis=1).to(tl.int32) > K
     # the probabilities of rows whose softmax is not finite are left to `_exact_tile`
-    sound = (use & (tl.abs(lse) < float("inf")))[:, None, None]
+    sound = (use & (total < float("inf")))[:, None, None]
     added = ()
     for i in tl.static_range(N * J):
         p = scores[i] * norm[:, None, None]
         added = added + (prob[i] + tl.where(sound, p, 0.0),)
-    return top, lse, crowded, added
+    return top, shift, total, crowded, added
 
 
 @triton.jit
@@ -558,7 +555,7 @@ def _behind(value, column, K: tl.constexpr):
 
 @triton.jit
 def _stage_two(
-    logits, bias, row, use, stride_t, buckets, lse,
+    logits, bias, row, use, stride_t, buckets, shift, inverse,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, L: tl.constexpr, BUCKETS: tl.constexpr,
     LANES: tl.constexpr, J: tl.constexpr, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -580,7 +577,7 @@ def _stage_two(
             b = z
             if HAS_BIAS:
                 b = tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
-            v = _key_value(z, lse[:, None], b, SCORE, HAS_BIAS)
+            v = _key_value(z, shift[:, None], inverse[:, None], b, SCORE, HAS_BIAS)
             tiles = tiles + (_columns((ordered(v + 0.0) & -EP) | (EP - 1 - c)),)
     for i in tl.static_range(4 * J):
         keys = ()
@@ -614,7 +611,7 @@ def _stage_two(
             b = tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
         columns = columns + (c,)
         zs = zs + (z,)
-        values = values + (_key_value(z, lse, b, SCORE, HAS_BIAS),)
+        values = values + (_key_value(z, shift, inverse, b, SCORE, HAS_BIAS),)
     for first in tl.static_range(2):
         swaps = _behind(values, columns, K)
         columns = _swap(columns, swaps, first, K)
@@ -650,6 +647,8 @@ def _gating_kernel(
     among the best K, and for values so large that the approximate shift overflows the softmax.
     """
     EP: tl.constexpr = GP * EGP
+    # the row's softmax itself is wanted in stage two, not only the order of its logits
+    SOFTMAX_KEPT: tl.constexpr = (SCORE == _SOFTMAX) and (HAS_BIAS or (NORM == _NONE))
     begin = tl.program_id(0) * block
     end = tl.minimum(begin + block, T)
     place = tl.arange(0, EP)
@@ -690,15 +689,18 @@ def _gating_kernel(
                 use = inside
                 if HAS_VALID:
                     use = use & (tl.load(valid + row, mask=inside, other=0) != 0)
-                top, z_lse, crowded, prob = _stage_one(
+                top, shift, total, crowded, prob = _stage_one(
                     logits, bias, row, use, stride_t, prob,
                     E, K, L, BUCKETS, LANES, N, J, SCORE, HAS_BIAS, ASM,
                 )  # fmt: skip
-                # stage two has other rows in a thread: bucket numbers and lse go through memory
+                # stage two has other rows in a thread: what it needs goes through memory
                 buckets = tl.where(crowded[:, None], -1, stack(top, L) & (BUCKETS - 1))
                 at = row[:, None] * K + slot
                 tl.store(expert + at, buckets, mask=inside[:, None] & (slot < K))
-                tl.store(lse + row, tl.where(use, z_lse, 0.0), mask=inside)
+                tl.store(lse + row, tl.where(use, shift + tl.log(total), 0.0), mask=inside)
+                if SOFTMAX_KEPT:
+                    tl.store(gate + row * K, shift, mask=inside)
+                    tl.store(gate + row * K + 1, total, mask=inside)
             tl.debug_barrier()
             row = first_row + tl.arange(0, BT * SUB)
             inside = row < end
@@ -706,15 +708,20 @@ def _gating_kernel(
             use = inside
             if HAS_VALID:
                 use = use & (tl.load(valid + row, mask=inside, other=0) != 0)
-            z_lse = tl.load(lse + row, mask=inside, other=0.0)
+            row_lse = tl.load(lse + row, mask=inside, other=0.0)
+            shift = row_lse
+            inverse = row_lse
+            if SOFTMAX_KEPT:
+                shift = tl.load(gate + row * K, mask=inside, other=0.0)
+                inverse = 1.0 / tl.load(gate + row * K + 1, mask=inside, other=1.0)
             buckets = ()
             for k in tl.static_range(K):
                 buckets = buckets + (tl.load(expert + row * K + k, mask=inside, other=0),)
             columns, zs, unclear = _stage_two(
-                logits, bias, row, use, stride_t, buckets, z_lse,
+                logits, bias, row, use, stride_t, buckets, shift, inverse,
                 E, EP, K, L, BUCKETS, LANES, J, SCORE, HAS_BIAS,
             )  # fmt: skip
-            flag = use & (unclear | (buckets[0] < 0) | ((tl.abs(z_lse) < float("inf")) == 0))
+            flag = use & (unclear | (buckets[0] < 0) | ((tl.abs(row_lse) < float("inf")) == 0))
             tl.debug_barrier()  # all have read what is now overwritten
             if tl.max(flag.to(tl.int32), axis=0) > 0:
                 for some_row in range(first_row, last_row, BX):
@@ -731,7 +738,7 @@ def _gating_kernel(
                     columns = columns + (columns[0],)
                     zs = zs + (zs[0],)
                 ids = stack(columns, L)
-                gates = _gates(stack(zs, L), slot < K, z_lse, z_lse, scale, SCORE, NORM, False)
+                gates = _gates(stack(zs, L), slot < K, shift, inverse, scale, SCORE, NORM)
                 at = row[:, None] * K + slot
                 mask = inside[:, None] & (slot < K)
                 tl.store(expert + at, tl.where(use[:, None], ids, -1), mask=mask)
@@ -774,8 +781,8 @@ def score_slope(z, s, SCORE: tl.constexpr):
 
 @triton.jit
 def _backward_kernel(
-    logits, expert, gate, lse, d_gate, d_lse, d_prob, d_logits, T, stride_t, stride_e, scale,
-    rounds, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    logits, expert, gate, d_gate, d_lse, d_prob, d_logits, T, stride_t, stride_e, scale, rounds,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     SCORE: tl.constexpr, NORM: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_PROB: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -789,8 +796,13 @@ def _backward_kernel(
     raw = tl.load(logits + at, mask=mask, other=_NEG_INF).to(tl.float32)
     z = tl.where(raw != raw, _NEG_INF, tl.minimum(raw, _FLT_MAX))
     live = z > _NEG_INF
-    row_lse = tl.load(lse + row, mask=inside, other=0.0)
-    p = tl.where(live, tl.exp(z - row_lse[:, None]), 0.0)
+    # not e^(z - lse): lse is a rounded number, and in rows of large logits a coarse one
+    shift = tl.max(z, axis=1)
+    shift = tl.where(shift > _NEG_INF, shift, 0.0)
+    p = tl.exp(z - shift[:, None])
+    total = tl.sum(p, axis=1)
+    inverse_total = 1.0 / tl.where(total > 0.0, total, 1.0)
+    p = p * inverse_total[:, None]
     dz = tl.zeros((BT, EP), dtype=tl.float32)
     on_p = tl.zeros((BT,), dtype=tl.float32)  # factor of the whole row p
     if HAS_LSE:
@@ -821,10 +833,10 @@ def _backward_kernel(
             ok = ok & (g != 0.0)
         dg = tl.where(ok, dg, 0.0)
         if (NORM == _SOFTMAX_TOPK) or ((NORM == _TOPK_SUM) and (SCORE == _SOFTMAX)):
-            g = _gates(zk, ok, row_lse, row_lse, 1.0, SCORE, NORM, False)
+            g = _gates(zk, ok, shift, shift, 1.0, SCORE, NORM)
             dk = g * (dg - tl.sum(g * dg, axis=1)[:, None])
         elif SCORE == _SOFTMAX:
-            dk = tl.where(ok, tl.exp(zk - row_lse[:, None]), 0.0) * dg
+            dk = tl.where(ok, tl.exp(zk - shift[:, None]) * inverse_total[:, None], 0.0) * dg
             on_p -= tl.sum(dk, axis=1)
         else:
             sk = tl.where(ok, elementwise_score(zk, SCORE), 0.0)
@@ -893,7 +905,7 @@ def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: boo
         "EB": max(32, np2(E)), "KEPT": groups_kept if limited else 1, **_NO_BUCKETS,
     }  # fmt: skip
     width = max(sizes["GP"] * sizes["EGP"], sizes["KP"])
-    fast = None if limited or not contiguous else _fast_sizes(E, k)
+    fast = None if limited or not contiguous or k == 1 else _fast_sizes(E, k)
     if fast is None:
         sizes["BX"] = max(1, min(256, 2048 // width))
         if T * width <= _ONE_PROGRAM_LOGITS and T <= _ONE_PROGRAM_ROWS:
@@ -977,7 +989,6 @@ def _topk_gating_backward_triton(
     logits_TE: Tensor,
     expert_TK: Tensor,
     gate_TK: Tensor,
-    lse_T: Tensor,
     d_gate_TK: Tensor | None,
     d_lse_T: Tensor | None,
     d_prob_E: Tensor | None,
@@ -995,7 +1006,7 @@ def _topk_gating_backward_triton(
     given = [None if d is None else d.contiguous() for d in (d_gate_TK, d_lse_T, d_prob_E)]
     with on_device(logits_TE):
         _backward_kernel[(triton.cdiv(T, bt),)](
-            logits_TE, expert_TK, gate_TK, lse_T, *(lse_T if d is None else d for d in given),
+            logits_TE, expert_TK, gate_TK, *(gate_TK if d is None else d for d in given),
             d_logits, T, logits_TE.stride(0), logits_TE.stride(1), scale, k,
             E=E, EP=np2(E), K=k, KP=np2(k), SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],
             HAS_GATE=given[0] is not None, HAS_LSE=given[1] is not None,
@@ -1030,7 +1041,7 @@ _forward_op = define_op(
     _fake,
 )
 _backward_op = define_op(
-    "topk_gating_backward(Tensor logits_TE, Tensor expert_TK, Tensor gate_TK, Tensor lse_T, "
+    "topk_gating_backward(Tensor logits_TE, Tensor expert_TK, Tensor gate_TK, "
     "Tensor? d_gate_TK, Tensor? d_lse_T, Tensor? d_prob_E, str score, str norm, float scale) "
     "-> Tensor",
     _topk_gating_backward_triton,
@@ -1043,8 +1054,8 @@ class _TopkGating(torch.autograd.Function):
     def forward(ctx, logits_TE, k, score, norm, scale, *rest):
         forward = _topk_gating_triton if is_eager(logits_TE) else _forward_op
         out = forward(logits_TE, k, score, norm, scale, *rest)
-        expert, gate, lse = out[:3]
-        ctx.save_for_backward(logits_TE, expert, gate, lse)
+        expert, gate = out[:2]
+        ctx.save_for_backward(logits_TE, expert, gate)
         ctx.form = (score, norm, scale)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(expert, out[3], *out[5:])
@@ -1053,9 +1064,9 @@ class _TopkGating(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _0, d_gate, d_lse, _3, d_prob, *_rest):
-        logits_TE, expert, gate, lse = ctx.saved_tensors
+        logits_TE, expert, gate = ctx.saved_tensors
         backward = _topk_gating_backward_triton if is_eager(logits_TE) else _backward_op
-        d_logits = backward(logits_TE, expert, gate, lse, d_gate, d_lse, d_prob, *ctx.form)
+        d_logits = backward(logits_TE, expert, gate, d_gate, d_lse, d_prob, *ctx.form)
         return (d_logits, *(None for _ in range(10)))
 
 
