@@ -52,7 +52,6 @@ class Source:
         """Whether the epoch has this row; waits while it is still being tokenised."""
         if self.feeder is not None and not self.order.store.complete:
             if not self.order.has(epoch, row):
-                self.feeder.want(self.order.block_at(epoch, row))
                 self.feeder.wait_for(lambda: self.order.has(epoch, row))
             self.feeder.want(self.order.block_at(epoch, row))
         return self.order.has(epoch, row)

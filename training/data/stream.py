@@ -73,7 +73,11 @@ class Feeder:
             if ready() or self.store.complete:
                 return True
             self.store.refresh()
-            return ready() or self.store.complete
+            if ready() or self.store.complete:
+                return True
+            # A run resumed far inside needs more blocks than the writer may be ahead of training.
+            self.want(len(self.store.blocks))
+            return False
 
         self._wait(done, lambda: len(self.store.blocks))
         for block in self.store.blocks[self._logged :]:

@@ -144,7 +144,7 @@ def make_data(
             write_jsonl(path, lines)
         weight = weights[name] if weights else None
         sources.append(SourceConfig(path=str(path), name=name, weight=weight))
-    config = DataConfig(sources=sources, cache_dir=str(tmp_path / "cache"), **config)
+    config = DataConfig(**{"sources": sources, "cache_dir": str(tmp_path / "cache"), **config})
     return build_data(config, number_tokenizer(tmp_path / "tokenizer"), seed=seed, timeout_s=30)
 
 

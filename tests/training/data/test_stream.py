@@ -141,6 +141,21 @@ def test_the_writer_waits_for_training(
     assert data.rows_per_epoch == 150
 
 
+def test_resuming_far_inside_an_empty_cache(
+    tmp_path: Path, opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More blocks are needed before the first step than the writer may be ahead of training."""
+    data = opened(tmp_path)
+    take(data, 50, **OPTIONS)
+    state = data.state_dict()
+    expected = take(data, 5, **OPTIONS)
+    monkeypatch.setattr(sources_module, "AHEAD_BLOCKS", 1)
+    other = opened(tmp_path, cache_dir=str(tmp_path / "elsewhere"))
+    other.load_state_dict(state)
+    assert take(other, 5, **OPTIONS) == expected
+    assert not store_of(other).complete
+
+
 def test_a_bad_line_stops_training_where_it_is_reached(
     tmp_path: Path, opened, caplog: pytest.LogCaptureFixture
 ) -> None:
