@@ -56,6 +56,15 @@ def test_check_finds_a_difference(script, trained, tmp_path, capsys, monkeypatch
     assert "logits differ" in str(receipt) and "check FAILED" in str(receipt)
     (out / "config.json").write_text(json.dumps(config))
 
+    # the same logits, but every token ends the text there
+    file = out / "generation_config.json"
+    generation = file.read_text()
+    file.write_text(json.dumps({"eos_token_id": list(range(config["vocab_size"]))}))
+    receipt = hf_check.check_export(model, out)
+    assert receipt.logit_difference < 1e-5 and not receipt.passed
+    assert "greedy tokens differ" in str(receipt)
+    file.write_text(generation)
+
     tensors = load_file(out / "model.safetensors")
     tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
