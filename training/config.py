@@ -14,7 +14,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +32,7 @@ from pydantic import (
 
 from models.config import ModelConfig, read_config_json
 from models.config_hf import fields_from_hf
+from training.config_checks import check_combinations, refuse_useless
 from training.config_load import (
     ConfigError,
     apply_overrides,
@@ -325,111 +326,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _no_useless_settings(self) -> Config:
-        _refuse_useless(self)
+        refuse_useless(self)
         return self
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
-        _check_combinations(self)
+        check_combinations(self)
         return self
-
-
-# --- combinations -------------------------------------------------------------------------------
-
-# (in what circumstance they do nothing, whether it holds, the settings)
-_USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
-    (
-        "while router.rounding=none",
-        lambda c: c.router.rounding == "none",
-        tuple(
-            f"router.{name}" for name in RouterConfig.model_fields if name.startswith("rounding_")
-        ),
-    ),
-    (
-        "while router.balance_coef=0",
-        lambda c: c.router.balance_coef == 0,
-        ("router.balance_scope",),
-    ),
-    (
-        "with optim.schedule=constant",
-        lambda c: c.optim.schedule == "constant",
-        ("optim.decay_fraction", "optim.min_lr_ratio"),
-    ),
-    (
-        "with optim.schedule=cosine or linear, which decay from the end of warm-up on",
-        lambda c: c.optim.schedule in ("cosine", "linear"),
-        ("optim.decay_fraction",),
-    ),
-    (
-        "without checkpoint.every_steps, as there is only one checkpoint",
-        lambda c: c.checkpoint.every_steps is None,
-        ("checkpoint.keep_last",),
-    ),
-    (
-        "without eval.every_steps",
-        lambda c: c.eval.every_steps is None,
-        ("eval.batches", "eval.sample_prompt", "eval.sample_tokens"),
-    ),
-    ("without eval.sample_prompt", lambda c: c.eval.sample_prompt is None, ("eval.sample_tokens",)),
-    ("with log.wandb=off", lambda c: c.log.wandb == "off", ("log.wandb_project",)),
-)
-
-
-def _field(config: Config, place: str) -> tuple[Any, Any]:
-    """Value and default of section.key."""
-    section, key = place.split(".")
-    field = type(getattr(config, section)).model_fields[key]
-    return getattr(getattr(config, section), key), field.get_default(call_default_factory=True)
-
-
-def _refuse_useless(config: Config) -> None:
-    for reason, holds, places in _USELESS:
-        if not holds(config):
-            continue
-        for place in places:
-            value, default = _field(config, place)
-            if value != default:
-                raise ValueError(f"{place}={value!r} has no effect {reason}; leave it out")
-
-
-def _check_combinations(config: Config) -> None:
-    train, optim, data, model = config.train, config.optim, config.data, config.model.config
-    if (train.steps is None) == (train.epochs is None):
-        given = "both" if train.steps is not None else "neither"
-        raise ValueError(
-            f"train.steps={train.steps} and train.epochs={train.epochs}: give one of the two, "
-            f"not {given} (null empties one)"
-        )
-    if train.global_batch_size % train.micro_batch_size:
-        raise ValueError(
-            f"train.global_batch_size={train.global_batch_size} must be a multiple of "
-            f"train.micro_batch_size={train.micro_batch_size}"
-        )
-    if train.steps is not None and optim.warmup_steps >= train.steps:
-        raise ValueError(
-            f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
-        )
-    if config.router.rounding != "none":
-        _check_rounding(config)
-    if data.seq_len > model.max_position_embeddings:
-        raise ValueError(
-            f"data.seq_len={data.seq_len} must not exceed "
-            f"model.max_position_embeddings={model.max_position_embeddings}"
-        )
-
-
-def _check_rounding(config: Config) -> None:
-    """Rounding that would never happen is a useless setting."""
-    model, router = config.model.config, config.router
-    tokens = config.train.micro_batch_size * config.data.seq_len
-    tiles = tokens * model.num_experts_per_tok / (model.num_experts * router.rounding_tile)
-    if tiles < router.rounding_min_mean_tiles or tokens < router.rounding_tile:
-        raise ValueError(
-            f"router.rounding={router.rounding!r} has no effect: a micro-batch of {tokens} tokens "
-            f"gives an expert {tiles:.2g} tiles of router.rounding_tile={router.rounding_tile} on "
-            f"average, below router.rounding_min_mean_tiles={router.rounding_min_mean_tiles:g}; "
-            f"raise train.micro_batch_size, or leave it out"
-        )
 
 
 # --- loading ------------------------------------------------------------------------------------

@@ -49,12 +49,18 @@ def one_line(caught) -> str:
 
 def test_defaults_and_overrides(file):
     config = load_config(
-        file, ["optim.lr=3e-3", "train.micro_batch_size=4", "run.device=cpu", "eval.batches=null"]
+        file,
+        [
+            "optim.lr=3e-3",
+            "train.micro_batch_size=4",
+            "run.device=cpu",
+            "checkpoint.keep_last=null",
+        ],
     )
     assert config.optim.lr == 3e-3
     assert config.train.micro_batch_size == 4
     assert config.run.device == "cpu"
-    assert config.eval.batches is None
+    assert config.checkpoint.keep_last is None
     assert config.model.config.hidden_size == 64
     assert config.model.config.head_dim == 16, "a derived field of the architecture"
     assert config.optim.betas == [0.9, 0.95]
@@ -115,6 +121,7 @@ MISTAKES = [
     ("optim.schedule=cosine optim.decay_fraction=0.5", "with optim.schedule=cosine"),
     ("checkpoint.every_steps=null checkpoint.keep_last=1", "without checkpoint.every_steps"),
     ("eval.every_steps=null eval.batches=2", "eval.batches=2 has no effect without"),
+    ("eval.batches=2", "eval.batches=2 has no effect without text to validate on"),
     ("eval.sample_tokens=9", "eval.sample_tokens=9 has no effect without eval.sample_prompt"),
     ("log.wandb_project=x", "log.wandb_project='x' has no effect with log.wandb=off"),
 ]

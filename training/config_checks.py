@@ -1,0 +1,120 @@
+"""Settings of a config that do not go together: useless ones and impossible ones.
+
+A setting counts as useless only away from its default, so that a resolved config, which spells
+everything out, loads again. Used by training/config.py; nothing here needs PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from training.config import Config
+
+# (in what circumstance they do nothing, whether it holds, the settings)
+_USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
+    (
+        "while router.rounding=none",
+        lambda c: c.router.rounding == "none",
+        (
+            "router.rounding_tile",
+            "router.rounding_min_tiles",
+            "router.rounding_max_tiles",
+            "router.rounding_min_mean_tiles",
+            "router.rounding_protect_top1",
+            "router.rounding_renorm",
+        ),
+    ),
+    (
+        "while router.balance_coef=0",
+        lambda c: c.router.balance_coef == 0,
+        ("router.balance_scope",),
+    ),
+    (
+        "with optim.schedule=constant",
+        lambda c: c.optim.schedule == "constant",
+        ("optim.decay_fraction", "optim.min_lr_ratio"),
+    ),
+    (
+        "with optim.schedule=cosine or linear, which decay from the end of warm-up on",
+        lambda c: c.optim.schedule in ("cosine", "linear"),
+        ("optim.decay_fraction",),
+    ),
+    (
+        "without checkpoint.every_steps, as there is only one checkpoint",
+        lambda c: c.checkpoint.every_steps is None,
+        ("checkpoint.keep_last",),
+    ),
+    (
+        "without eval.every_steps",
+        lambda c: c.eval.every_steps is None,
+        ("eval.batches", "eval.sample_prompt", "eval.sample_tokens"),
+    ),
+    (
+        "without text to validate on (data.validation_sources or data.validation_fraction)",
+        lambda c: not c.data.validation_sources and not c.data.validation_fraction,
+        ("eval.batches",),
+    ),
+    ("without eval.sample_prompt", lambda c: c.eval.sample_prompt is None, ("eval.sample_tokens",)),
+    ("with log.wandb=off", lambda c: c.log.wandb == "off", ("log.wandb_project",)),
+)
+
+
+def _field(config: Config, place: str) -> tuple[Any, Any]:
+    """Value and default of section.key."""
+    section, key = place.split(".")
+    field = type(getattr(config, section)).model_fields[key]
+    return getattr(getattr(config, section), key), field.get_default(call_default_factory=True)
+
+
+def refuse_useless(config: Config) -> None:
+    """ValueError for a setting that another one makes useless and that is not at its default."""
+    for reason, holds, places in _USELESS:
+        if not holds(config):
+            continue
+        for place in places:
+            value, default = _field(config, place)
+            if value != default:
+                raise ValueError(f"{place}={value!r} has no effect {reason}; leave it out")
+
+
+def check_combinations(config: Config) -> None:
+    """ValueError for settings that are right alone and impossible together."""
+    train, optim, data, model = config.train, config.optim, config.data, config.model.config
+    if (train.steps is None) == (train.epochs is None):
+        given = "both" if train.steps is not None else "neither"
+        raise ValueError(
+            f"train.steps={train.steps} and train.epochs={train.epochs}: give one of the two, "
+            f"not {given} (null empties one)"
+        )
+    if train.global_batch_size % train.micro_batch_size:
+        raise ValueError(
+            f"train.global_batch_size={train.global_batch_size} must be a multiple of "
+            f"train.micro_batch_size={train.micro_batch_size}"
+        )
+    if train.steps is not None and optim.warmup_steps >= train.steps:
+        raise ValueError(
+            f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
+        )
+    if config.router.rounding != "none":
+        _check_rounding(config)
+    if data.seq_len > model.max_position_embeddings:
+        raise ValueError(
+            f"data.seq_len={data.seq_len} must not exceed "
+            f"model.max_position_embeddings={model.max_position_embeddings}"
+        )
+
+
+def _check_rounding(config: Config) -> None:
+    """Rounding that would never happen is a useless setting."""
+    model, router = config.model.config, config.router
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    tiles = tokens * model.num_experts_per_tok / (model.num_experts * router.rounding_tile)
+    if tiles < router.rounding_min_mean_tiles or tokens < router.rounding_tile:
+        raise ValueError(
+            f"router.rounding={router.rounding!r} has no effect: a micro-batch of {tokens} tokens "
+            f"gives an expert {tiles:.2g} tiles of router.rounding_tile={router.rounding_tile} on "
+            f"average, below router.rounding_min_mean_tiles={router.rounding_min_mean_tiles:g}; "
+            f"raise train.micro_batch_size, or leave it out"
+        )
