@@ -248,7 +248,12 @@ def test_norm_sums_squares_wide() -> None:
     wide = x.bfloat16().double()
     expected = wide / (wide.square().mean() + 1e-6).sqrt()
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=0)
-    # weights in fp32, activations in bf16, as under autocast
+    # weights in fp32, activations in bf16, as under autocast: only the result is rounded
+    with torch.no_grad():
+        norm.weight.uniform_(1.001, 1.003)
+    x = torch.randn(50, 64).bfloat16()
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+    assert (norm(x) == exact.bfloat16()).float().mean() > 0.99
     assert norm(x.half()).dtype == torch.float16
     assert norm.double()(x.double()).dtype == torch.float64
 
