@@ -51,7 +51,7 @@ def same(a, b, atol=2e-6):
         )
 
 
-# -------------------------------------------------------------------------------------- definitions
+# ------------------------------------------------------------------------------------ definitions
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_softmax_then_topk_is_topk_then_softmax():
     torch.testing.assert_close(a.gate_TK, p / p.sum(1, keepdim=True))
 
 
-# --------------------------------------------------------------------------- ties, masks, non-finite
+# ------------------------------------------------------------------------ ties, masks, non-finite
 
 
 def test_ties_go_to_the_lowest_index():
@@ -227,7 +227,7 @@ def test_no_tokens():
     assert z.grad.shape == (0, 6)
 
 
-# --------------------------------------------------------------------------------------- gradients
+# -------------------------------------------------------------------------------------- gradients
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -319,7 +319,7 @@ def test_what_kernels_do_not_take():
         topk_gating(torch.zeros(1, 100), 65, backend="triton")
 
 
-# ----------------------------------------------------------------------------------------- kernels
+# ---------------------------------------------------------------------------------------- kernels
 
 
 def special_rows(z):
@@ -494,7 +494,7 @@ class TestTwoStage:
         assert not scans
 
 
-# --------------------------------------------------------------------------------- operator contract
+# ------------------------------------------------------------------------------ operator contract
 
 
 @triton_only
