@@ -11,10 +11,13 @@ layout, and the other way round.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -27,8 +30,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 class FlatShard:
     """`local`, elements [start, start + local.numel()) of a flat tensor of `total` elements.
 
-    Quacks like a 1-D tensor of `total` elements where torch.distributed.checkpoint and the
-    checkpoint code look at sizes; everything else is asked of `local`.
+    Saved and loaded with the planners below. It has the size of the whole tensor where
+    torch.distributed.checkpoint and the checkpoint code look at sizes; all else is asked of
+    `local`.
     """
 
     local: Tensor
@@ -58,7 +62,12 @@ class FlatShard:
         assert local.shape == self.local.shape, f"{local.shape} for {self.local.shape}"
         return FlatShard(local, self.start, self.total)
 
-    # --- what torch.distributed.checkpoint asks of an object (planner_helpers.py, utils.py) -------
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return self.local.nbytes
+
+    # --- what torch.distributed.checkpoint asks of an object (planner_helpers.py) -----------------
 
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(
@@ -79,5 +88,63 @@ class FlatShard:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self._chunk()] if self.local.numel() else []
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.local
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """torch's planner, which also writes `FlatShard`s; it refuses holes and overlaps."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        entry = self.state_dict[index.fqn]
+        return entry.local if isinstance(entry, FlatShard) else super().lookup_object(index)
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """torch's planner, which also fills `FlatShard`s."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
+        # torch looks for meta tensors first, and replaces what it does not know by None.
+        shards = {k: entry for k, entry in state_dict.items() if isinstance(entry, FlatShard)}
+        others = {k: entry for k, entry in state_dict.items() if k not in shards}
+        super().set_up_planner(others, metadata, is_coordinator)
+        self.state_dict = self.state_dict | shards
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        entry = self.state_dict[index.fqn]
+        return entry.local if isinstance(entry, FlatShard) else super().lookup_tensor(index)
+
+
+def local_of(value: Tensor | FlatShard) -> Tensor:
+    """The memory behind an entry of a state dict."""
+    return value.local if isinstance(value, FlatShard) else value
+
+
+def with_local(value: Tensor | FlatShard, local: Tensor) -> Tensor | FlatShard:
+    """The same entry with other memory: what a copy to the host puts in its place."""
+    return value.with_local(local) if isinstance(value, FlatShard) else local
+
+
+def assemble(shards: Iterable[FlatShard]) -> Tensor:
+    """The whole flat tensor, on the CPU, from the shards of all ranks; replicas may be among them.
+
+    Raises:
+        ValueError: shards of different tensors, or elements that no shard holds.
+    """
+    shards = sorted(shards, key=lambda shard: (shard.start, -shard.stop))
+    totals = {shard.total for shard in shards}
+    if len(totals) != 1:
+        raise ValueError(f"shards of tensors of {sorted(totals)} elements cannot be one tensor")
+    whole = torch.empty(shards[0].total, dtype=shards[0].local.dtype)
+    stop = 0
+    for shard in shards:
+        if shard.local.numel() == 0:
+            continue
+        if shard.start > stop:
+            raise ValueError(f"no shard holds elements {stop} to {shard.start} of {shard.total}")
+        whole[shard.start : shard.stop] = shard.local.cpu()
+        stop = max(stop, shard.stop)
+    if stop < shards[0].total:
+        raise ValueError(
+            f"no shard holds elements {stop} to {shards[0].total} of {shards[0].total}"
+        )
+    return whole
