@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel import World, from_main, gather
+from parallel.flat_shard import ShardLoadPlanner, ShardSavePlanner, local_of, with_local
 
 # One process needs no process group, and says so on purpose (no_dist=True).
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
@@ -232,15 +233,16 @@ class Saver:
         for name, tensor in tensors.items():
             places[name] = size
             size += -(-tensor.nbytes // 64) * 64
-        cuda = any(tensor.is_cuda for tensor in tensors.values())
+        cuda = any(local_of(tensor).is_cuda for tensor in tensors.values())
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = None  # let go of the old one before taking the new one
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
         copies = {}
-        for name, tensor in tensors.items():
+        for name, entry in tensors.items():
+            tensor = local_of(entry)
             raw = self._buffer[places[name] : places[name] + tensor.nbytes]
-            copies[name] = raw.view(tensor.dtype).view(tensor.shape)
-            copies[name].copy_(tensor, non_blocking=True)
+            copy = raw.view(tensor.dtype).view(tensor.shape)
+            copies[name] = with_local(entry, copy.copy_(tensor, non_blocking=True))
         event = torch.cuda.Event() if cuda else None
         if event is not None:
             event.record()
@@ -313,6 +315,7 @@ class Saver:
         dcp.save(
             dict(snapshot.tensors),
             storage_writer=writer,
+            planner=ShardSavePlanner(),
             process_group=self.world.checkpoint,
             no_dist=self.world.size == 1,
         )
@@ -521,7 +524,12 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(
             f"checkpoint {folder} does not fit this model: {'; '.join(wrong[:3])}{more}"
         )
-    dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    dcp.load(
+        dict(tensors),
+        storage_reader=dcp.FileSystemReader(folder),
+        planner=ShardLoadPlanner(),
+        no_dist=True,
+    )
 
 
 def _count(entry: TensorStorageMetadata | None) -> str:
