@@ -81,6 +81,10 @@ class Engine(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss that is divided by the step's global count already."""
 
+    def gradients(self) -> dict[str, FlatShard]:
+        """Copies of this rank's parts of the summed gradients by logical name, between the last
+        backward and `step`; all ranks call it. For checks."""
+
     def step(self, lr: float) -> Any:
         """Norm, guard, clip, update; what the guard returned. No host sync with FSDP2."""
 
@@ -117,14 +121,36 @@ class Place(NamedTuple):
     """dense, expert or router."""
     group: Any
 
+    def fill(
+        self, piece: Tensor, start: int, values: Callable[[str, range | None], Tensor]
+    ) -> None:
+        """Fill a flat piece that begins at element `start` of the parameter; see `Engine.fill`."""
+        if piece.numel() == 0:
+            return
+        first, experts = self.start + start, None
+        if self.kind == "expert":
+            # The experts that the piece touches; the first and the last perhaps in part.
+            size = self.shape[1] * self.shape[2]
+            experts = range(first // size, -(-(first + piece.numel()) // size))
+            first -= experts.start * size
+        whole = values(self.name, experts).reshape(-1)
+        piece.copy_(whole[first : first + piece.numel()])
+
 
 def prepare(
-    model: nn.Module, mesh: Mesh, groups: Sequence[Group], options: ExpertParallelOptions
+    model: nn.Module,
+    mesh: Mesh,
+    groups: Sequence[Group],
+    options: ExpertParallelOptions,
+    flat_experts: bool,
 ) -> dict[str, Place]:
     """Split the experts of a model, and say what every trainable parameter is.
 
     Routers stay whole on every rank, in float32: they are small, must not be cast with the rest,
     and their forward is not one call that a sharding engine could hook.
+
+    Args:
+        flat_experts: see `split_experts`.
 
     Returns:
         name of each trainable parameter as the model now has it → its place.
@@ -133,7 +159,7 @@ def prepare(
         ValueError: a trainable parameter in no group.
     """
     group_of = {name: group for group in groups for name in group.parameters}
-    ranges = split_experts(model, mesh, options)
+    ranges = split_experts(model, mesh, options, flat_experts)
     routers = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -184,6 +210,15 @@ class GlobalSums:
             dist.all_reduce(sums)
         self.terms.copy_(sums[1:])
         return sums[0].sqrt().float()
+
+    def all_finite(self, buffers: Sequence[Tensor]) -> Tensor:
+        """Whether these are finite on all ranks: a boolean scalar on the device."""
+        # A sum is finite only if every element is (or it overflows, as bad).
+        sums = torch.stack([buffer.sum() for buffer in buffers])
+        bad = (~torch.isfinite(sums)).any().float().to(self.terms.device)
+        if self.mesh.plan.world > 1:
+            dist.all_reduce(bad)
+        return bad == 0
 
 
 class ShardedAdamW:

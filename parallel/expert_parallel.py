@@ -115,11 +115,11 @@ def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | No
 class ParallelExperts(nn.Module):
     """This rank's experts, and the exchange that brings tokens to them.
 
-    The weights are kept as matrices of E·H and E·D rows, so that a sharding by rows is balanced
-    whatever the number of experts.
-
     Attributes:
-        w1: [E·H, D], w2: [E·D, N]: `MoE.w1` and `MoE.w2` of this rank's experts.
+        w1, w2: `MoE.w1` [E, H, D] and `MoE.w2` [E, D, N] of this rank's experts; with `flat` as
+            matrices [E·H, D] and [E·D, N], so that a sharding by rows is balanced whatever the
+            number of experts. (A sharding that swaps the memory of gathered weights, as ZeRO-3
+            does, needs them unflattened: the view that is saved for backward would keep it.)
         first_expert: number of the first of them in the whole layer.
     """
 
@@ -131,6 +131,7 @@ class ParallelExperts(nn.Module):
         mesh: Mesh,
         options: ExpertParallelOptions,
         transport: Transport | None,
+        flat: bool,
     ) -> None:
         super().__init__()
         self.config = config
@@ -147,7 +148,8 @@ class ParallelExperts(nn.Module):
             options.deduplicate,
         )
         for name, weight in (("w1", w1_EHD), ("w2", w2_EDN)):
-            own = weight.detach()[mine.start : mine.stop].flatten(0, 1).clone()
+            own = weight.detach()[mine.start : mine.stop].clone()
+            own = own.flatten(0, 1) if flat else own
             self.register_parameter(name, nn.Parameter(own, weight.requires_grad))
 
     @torch.compiler.disable
@@ -162,10 +164,10 @@ class ParallelExperts(nn.Module):
             shared: the expert that every token uses.
         """
         config = self.config
-        weights = (
-            self.w1.view(self.num_experts, -1, self.w1.shape[1]),
-            self.w2.view(self.num_experts, -1, self.w2.shape[1]),
-        )
+        weights = [
+            weight if weight.dim() == 3 else weight.view(self.num_experts, -1, weight.shape[1])
+            for weight in (self.w1, self.w2)
+        ]
 
         def compute(rows: Tensor, routing: Routing) -> Tensor:
             return experts(
@@ -245,12 +247,15 @@ class ExpertParallelMoE(MoE):
         mesh: Mesh,
         options: ExpertParallelOptions,
         transport: Transport | None = None,
+        flat: bool = True,
     ) -> None:
         nn.Module.__init__(self)
         self.config = layer.config
         self.router, self.shared = layer.router, layer.shared
         self.routing_hook = layer.routing_hook
-        self.experts = ParallelExperts(layer.config, layer.w1, layer.w2, mesh, options, transport)
+        self.experts = ParallelExperts(
+            layer.config, layer.w1, layer.w2, mesh, options, transport, flat
+        )
         self.train(layer.training)
 
     def reset_parameters(self) -> None:
@@ -265,6 +270,7 @@ def expert_parallel(
     mesh: Mesh,
     options: ExpertParallelOptions | None = None,
     transport: Transport | None = None,
+    flat: bool = True,
 ) -> ExpertParallelMoE:
     """The distributed form of a layer; all ranks must have built the same layer.
 
@@ -274,6 +280,7 @@ def expert_parallel(
     Args:
         layer: the whole layer; its router and shared expert are taken over, its experts copied.
         transport: shared with other layers; a new one when None.
+        flat: see `ParallelExperts`.
 
     Raises:
         ValueError: experts that the expert ranks do not divide, or a transport that cannot work.
@@ -286,7 +293,7 @@ def expert_parallel(
         )
     if transport is None:
         transport = make_transport(options, mesh)
-    return ExpertParallelMoE(layer, mesh, options, transport)
+    return ExpertParallelMoE(layer, mesh, options, transport, flat)
 
 
 @dataclass(frozen=True)
@@ -302,9 +309,15 @@ class ExpertRange:
 
 
 def split_experts(
-    model: nn.Module, mesh: Mesh, options: ExpertParallelOptions | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    options: ExpertParallelOptions | None = None,
+    flat: bool = True,
 ) -> dict[str, ExpertRange]:
     """Replace every MoE layer of a model by its distributed form, in place.
+
+    Args:
+        flat: see `ParallelExperts`.
 
     Returns:
         name of each expert parameter, as the model now has it, → its place in the whole tensor.
@@ -314,7 +327,7 @@ def split_experts(
     ranges = {}
     for name, layer in [(n, m) for n, m in model.named_modules() if type(m) is MoE]:
         parent, _, child = name.rpartition(".")
-        parallel = expert_parallel(layer, mesh, options, transport)
+        parallel = expert_parallel(layer, mesh, options, transport, flat)
         setattr(model.get_submodule(parent), child, parallel)
         prefix = f"{name}." if name else ""
         for weight in ("w1", "w2"):

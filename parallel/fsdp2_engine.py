@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel.engine import AdamSettings, GlobalSums, Group, Guard, ShardedAdamW, prepare
 from parallel.expert_parallel import ExpertParallelOptions, ParallelExperts
+from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh
 
 
@@ -54,7 +55,7 @@ class Fsdp2Engine:
     ) -> None:
         self.model, self.mesh, self.guard, self.settings = model, mesh, guard, settings
         self.groups = groups
-        self.places = prepare(model, mesh, groups, options)
+        self.places = prepare(model, mesh, groups, options, flat_experts=True)
         meta = any(parameter.is_meta for parameter in model.parameters())
         wrap(model, mesh, units, [model.get_parameter(n) for n in self._named("router")], dtype)
         if meta:
@@ -114,6 +115,20 @@ class Fsdp2Engine:
         loss.backward()
 
     @torch.no_grad()
+    def gradients(self) -> dict[str, FlatShard]:
+        found = {}
+        for name, parameter in self._parameters.items():
+            place = self.places[name]
+            part = self.optimizer.parts[name]
+            grad = torch.zeros_like(part) if parameter.grad is None else _flat(parameter.grad)
+            grad = grad.clone()  # the fused update scales gradients in place
+            if place.kind == "router" and self.mesh.plan.world > 1:
+                dist.all_reduce(grad)  # in `step` all together
+            total = torch.Size(place.shape).numel()
+            found[place.name] = FlatShard(grad, self._starts[name], total)
+        return found
+
+    @torch.no_grad()
     def step(self, lr: float) -> Any:
         if self.mesh.plan.world > 1 and self._router_grads.numel():
             dist.all_reduce(self._router_grads)
@@ -150,26 +165,12 @@ class Fsdp2Engine:
 
     @torch.no_grad()
     def fill(self, values: Callable[[str, range | None], Tensor]) -> None:
-        for name, place in self.places.items():
-            start, experts = self._starts[name], None
-            if place.kind == "expert":
-                # The experts that this rank's rows touch; the first and last perhaps in part.
-                size = place.shape[1] * place.shape[2]
-                stop = start + self.optimizer.parts[name].numel()
-                experts = range(start // size, -(-stop // size))
-                start -= experts.start * size
-            part = self.optimizer.parts[name]
-            if part.numel():
-                whole = values(place.name, experts).reshape(-1)
-                part.copy_(whole[start : start + part.numel()])
+        for name, part in self.optimizer.parts.items():
+            place = self.places[name]
+            place.fill(part.detach(), self._starts[name] - place.start, values)
 
     def all_finite(self) -> Tensor:
-        # A sum is finite only if every element is (or it overflows, as bad).
-        sums = torch.stack([buffer.sum() for buffer in self.optimizer.buffers()])
-        bad = (~torch.isfinite(sums)).any().float()
-        if self.mesh.plan.world > 1:
-            dist.all_reduce(bad)
-        return bad == 0
+        return self._sums.all_finite(self.optimizer.buffers())
 
 
 def wrap(

@@ -26,7 +26,7 @@ from tests.distributed.launch import run
 WORLD = 4
 # One process and several round differently; Adam's first steps are nearly signs, so a rounding
 # error of a tiny gradient shows in its weight. (A sign turned round would show as 0.05.)
-TOLERANCE = {"numbers": 5e-6, "exp_avg": 5e-5, "exp_avg_sq": 2e-4, "weights": 2e-3}
+TOLERANCE = {"numbers": 5e-6, "exp_avg": 1e-4, "exp_avg_sq": 2e-4, "weights": 2e-3}
 
 
 @dataclass(frozen=True)
@@ -106,24 +106,12 @@ def _gradients(case: Case) -> str:
     engine = _engine(case, config, torch.float64)
     want = _reference(Case(family=case.family, changes=case.changes))
     got = {}
-
-    def watch(engine):
-        for name, shard in engine.tensors().items():
-            kind, _, logical = name.partition("/")
-            if kind == "weights":
-                got[logical] = shard
-        for name, part in engine.optimizer.parts.items():
-            parameter = engine.model.get_parameter(name)
-            assert parameter.grad is not None, f"{name} has no gradient"
-            logical = engine.places[name].name
-            # a copy: the fused update scales gradients in place
-            grad = getattr(parameter.grad, "_local_tensor", parameter.grad).reshape(-1).clone()
-            if engine.places[name].kind == "router":  # summed by step()
-                dist.all_reduce(grad)
-            assert grad.shape == part.shape, (name, grad.shape, part.shape)
-            got[logical] = got[logical].with_local(grad)
-
-    seen = tiny.train_engine(engine, config, dist.get_rank(), WORLD, steps=1, watch=watch)
+    seen = tiny.train_engine(
+        engine, config, dist.get_rank(), WORLD, steps=1,
+        watch=lambda engine: got.update(engine.gradients()),
+    )  # fmt: skip
+    missing = [n for n, p in engine.model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing, f"no gradient, not even zeros: {missing}"
     norm = torch.stack([g.norm() for g in want.values()]).norm().item()
     found = tiny.difference(got, want, 1e-11)
     if abs(seen[0]["norm"] / norm - 1) > 1e-6:

@@ -1,0 +1,237 @@
+"""DeepSpeed's ZeRO-3 with split experts against the trainer's optimizer in one process.
+
+Skipped where deepspeed is not installed. All cases run in one group of four processes, since
+importing it takes long.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import traceback
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.build import build_model, draw, reset_buffers
+from models.execution import apply_checkpointing
+from parallel.engine import make_engine
+from parallel.expert_parallel import ExpertParallelOptions
+from parallel.mesh import build_mesh, plan_mesh
+from tests.distributed import tiny
+from tests.distributed.launch import run
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
+
+WORLD = 4
+# As for FSDP2: Adam's first steps are nearly signs, so tiny gradients show their rounding.
+TOLERANCE = {"exp_avg": 1e-4, "exp_avg_sq": 2e-4, "weights": 2e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    nodes: int = 2
+    expert: int = 2
+    placement: str = "across_nodes"
+    family: str = "glm4_moe"
+    changes: tuple[tuple[str, Any], ...] = ()
+    options: ExpertParallelOptions = field(default_factory=ExpertParallelOptions)
+    checkpointing: str = "none"
+    meta: bool = False
+    offload: bool = False
+
+
+FEW = (("num_experts", 3), ("num_experts_per_tok", 2))
+CASES = {
+    "2 nodes of 2, experts over nodes": Case(),
+    "4 nodes, experts twice, recomputed": Case(nodes=4, checkpointing="full"),
+    "1 node, experts inside, from meta": Case(
+        nodes=1, expert=4, placement="within_node", meta=True
+    ),
+    "fewer experts than ranks": Case(nodes=1, expert=1, family="mixtral", changes=FEW),
+    "tied weights": Case(family="qwen3_moe_sparse_step"),
+    "offload to host memory": Case(offload=True, nodes=4),
+}
+
+
+def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
+    mesh = build_mesh(
+        plan_mesh(WORLD, case.nodes, case.expert, case.placement, config.num_experts),
+        torch.device("cpu"), timeout_s=100,
+    )  # fmt: skip
+    model = build_model(config, device="meta") if case.meta else tiny.build(config)
+    groups = tiny.groups_of(model)
+    apply_checkpointing(model, case.checkpointing)
+    engine = make_engine(
+        "deepspeed", model, mesh, groups, [], tiny.guard_of(), num_terms=3,
+        settings=tiny.SETTINGS, options=case.options, dtype=dtype, offload=case.offload,
+    )  # fmt: skip
+    if case.meta:
+        shapes = engine.shapes()
+
+        def values(name: str, experts: range | None) -> torch.Tensor:
+            if name.endswith("norm.weight"):
+                return torch.ones(shapes[name])
+            if name.endswith("bias"):
+                return torch.zeros(shapes[name])
+            if experts is None:
+                return draw(config, name, torch.Size(shapes[name]), 1)
+            one = torch.Size(shapes[name][1:])
+            return torch.stack([draw(config, name, one, 1, expert) for expert in experts])
+
+        engine.fill(values)
+        reset_buffers(model)
+    return engine
+
+
+@cache
+def _reference(family: str, changes, meta: bool):
+    config = tiny.config(family, **dict(changes))
+    model = build_model(config, seed=1) if meta else tiny.build(config)
+    gradients = tiny.gradients_one_process(model, config)
+    for parameter in model.parameters():
+        parameter.grad = None
+    optimizer, seen = tiny.train_one_process(model, config, steps=3, poisoned=1)
+    return gradients, optimizer, seen
+
+
+def _run_case(case: Case) -> str:
+    config = tiny.config(case.family, **dict(case.changes))
+    gradients, optimizer, want = _reference(case.family, case.changes, case.meta)
+    engine = _engine(case, config)
+    grads = {}
+    got = tiny.train_engine(
+        engine, config, dist.get_rank(), WORLD, steps=3, poisoned=1,
+        watch=lambda engine: grads.update(engine.gradients()),
+    )  # fmt: skip
+    found = tiny.difference(grads, gradients, 1e-5)
+    found += tiny.numbers_differ(got, want, 5e-6)
+    found += tiny.difference(engine.tensors(), optimizer.tensors(), TOLERANCE)
+    if engine.shapes() != optimizer.shapes():
+        found += f"shapes {engine.shapes()} instead of {optimizer.shapes()}; "
+    if engine.lrs(1.0) != optimizer.lrs(1.0):
+        found += f"learning rates {engine.lrs(1.0)}; "
+    if not bool(engine.all_finite()):
+        found += "not finite; "
+    return found
+
+
+def _bfloat16() -> dict[str, Any]:
+    config = tiny.config()
+    engine = _engine(Case(), config, torch.bfloat16)
+    masters = {n: t.local.clone() for n, t in engine.tensors().items() if n.startswith("weights/")}
+    whole = {
+        f"weights/{n}": p.detach().reshape(-1) for n, p in tiny.build(config).named_parameters()
+    }
+    exact = all(
+        torch.equal(masters[n], whole[n][t.start : t.stop])
+        for n, t in engine.tensors().items() if n in masters
+    )  # fmt: skip
+    got = tiny.train_engine(engine, config, dist.get_rank(), WORLD, steps=1)
+    _, want = tiny.train_one_process(tiny.build(config, torch.bfloat16), config, steps=1)
+    layer = engine.model.module.layers[1].moe
+    return {
+        "got": got[0], "want": want[0], "exact": exact,
+        "router": str(layer.router.weight.dtype), "bias": str(layer.router.selection_bias.dtype),
+        "experts": str(layer.experts.w1.ds_tensor.dtype),
+    }  # fmt: skip
+
+
+def _plain(function):
+    """The function inside DeepSpeed's profiling wrapper, which does not say what it wraps."""
+    for cell in getattr(function, "__closure__", None) or ():
+        inner = cell.cell_contents
+        if inspect.isfunction(inner):
+            return _plain(inner)
+    return function
+
+
+def _contract() -> list[str]:
+    """What the adapter leans on, by name and form."""
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Zero
+
+    found = []
+    for owner, name, parameters in (
+        (Zero, "partition_grads", ["self", "params_to_release", "grad_partitions"]),
+        (Zero, "_get_norm_groups", ["self"]),
+        (Zero, "_reassign_or_swap_out_partitioned_parameters", ["self", "sub_group_id"]),
+        (Zero, "_get_fp32_grad_state_partition", ["self", "param", "release_swap_buffers"]),
+        (Zero, "get_param_id", ["self", "param"]),
+        (Init, "_convert_to_zero_parameters", ["self", "param_list"]),
+    ):
+        have = list(inspect.signature(_plain(getattr(owner, name))).parameters)
+        if have != parameters:
+            found.append(f"{name}{have}")
+    text = inspect.getsource(Init._convert_to_deepspeed_param)
+    if "ds_zero_partition_process_group" not in text:
+        found.append("ds_zero_partition_process_group is not read")
+    if deepspeed.__version__.split("+")[0] != "0.19.8":
+        found.append(deepspeed.__version__)
+    return found
+
+
+def _wrong_version() -> str:
+    import deepspeed
+
+    from parallel import deepspeed_engine
+
+    deepspeed_engine.VERSION = "9.9.9"
+    try:
+        _engine(Case(), tiny.config())
+    except ValueError as error:
+        return str(error)
+    finally:
+        deepspeed_engine.VERSION = deepspeed.__version__.split("+")[0]
+    return "accepted"
+
+
+def _everything() -> dict:
+    cases = {}
+    for name, case in CASES.items():
+        try:
+            cases[name] = _run_case(case)
+        except Exception:
+            raise RuntimeError(f"case {name!r}:\n{traceback.format_exc()}") from None
+    return {
+        "cases": cases,
+        "bf16": _bfloat16(),
+        "contract": _contract(),
+        "version": _wrong_version(),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    return run(WORLD, _everything)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(results, name):
+    found = {rank: r["cases"][name] for rank, r in enumerate(results) if r["cases"][name]}
+    assert not found
+
+
+def test_bfloat16_keeps_float32_masters_and_router(results):
+    for result in results:
+        got = result["bf16"]
+        assert got["exact"], "the masters are not the float32 weights that were given"
+        assert (got["router"], got["bias"]) == ("torch.float32", "torch.float32")
+        assert got["experts"] == "torch.bfloat16"
+        assert got["got"]["loss"] == pytest.approx(got["want"]["loss"], rel=2e-3)
+        assert got["got"]["norm"] == pytest.approx(got["want"]["norm"], rel=2e-2)
+
+
+def test_deepspeed_is_what_the_adapter_was_made_for(results):
+    assert results[0]["contract"] == []
+
+
+def test_another_version_is_refused(results):
+    assert "parallel.engine=deepspeed is made for deepspeed 9.9.9, found" in results[0]["version"]
