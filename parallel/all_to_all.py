@@ -54,6 +54,7 @@ class Float8:
     LARGEST = 448.0  # of float8_e4m3fn
 
     def encode(self, rows: Tensor) -> Tensor:
+        """Bytes to send for rows [R, D]: the quantised values, then the scales."""
         self._width, self._dtype = rows.shape[1], rows.dtype
         groups = -(-self._width // self.GROUP)
         x_RGC = F.pad(rows.float(), (0, groups * self.GROUP - self._width))
