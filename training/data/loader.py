@@ -191,6 +191,13 @@ class TrainData:
             while batches := [batch for _, batch in zip(range(share.count), loader)]:
                 self._cursor.load_state_dict(places.states.popleft())
                 yield batches
+        except (EOFError, ConnectionError, FileNotFoundError) as error:
+            # What a batch's shared memory answers whose process is gone; torch's own message of
+            # a killed worker may come first or not.
+            raise RuntimeError(
+                f"a process that reads batches died ({type(error).__name__}); if it was killed "
+                "for memory, set data.workers lower"
+            ) from error
         finally:
             del loader  # ends reader processes now, and not when the garbage collector comes by
 
