@@ -235,7 +235,7 @@ def place_block(
         clear_tail(slot_R, token_R, rows, R, part, parts, 1024)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "block"])
 def _count_kernel(
     expert, work, S, block,
     E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, ASM: tl.constexpr,
@@ -248,7 +248,7 @@ def _count_kernel(
     tl.store(work + b * E + column, counts, mask=column < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _finish_kernel(
     work_counts, work_prob, work_odd, counts, prob_sum, odd, blocks,
     E: tl.constexpr, BE: tl.constexpr, BB: tl.constexpr, PREFIX: tl.constexpr, STATS: tl.constexpr,
@@ -278,7 +278,7 @@ def _finish_kernel(
             tl.store(odd, tl.sum(rows, axis=0).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "R", "block"])
 def _place_kernel(
     expert, token, counts, before, offsets, row_S, slot_R, token_R, S, R, block,
     PER_TOKEN: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
@@ -300,7 +300,7 @@ def _place_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "tile_rows"])
 def _tiles_kernel(
     offsets, expert_B, start_B, end_B, count, B, tile_rows,
     E: tl.constexpr, EP: tl.constexpr, BB: tl.constexpr,
@@ -336,7 +336,7 @@ def expert_bits(num_experts: int) -> int:
 
 def words_per_step(num_experts: int) -> int:
     """Words of 32 slots a program handles at once: about 4096 (word, expert) counts."""
-    return max(1, min(64, 4096 // triton.next_power_of_2(num_experts)))
+    return max(1, min(32, 4096 // triton.next_power_of_2(num_experts)))
 
 
 def launch_finish(

@@ -264,7 +264,7 @@ _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 _CAP_UNIT = tl.constexpr(CAP_UNIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile", "least", "cap", "k"])
 def _targets_kernel(
     counts, top1, uniform, gain, target, tile, least, cap, k,
     VARIANT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr,
@@ -343,7 +343,7 @@ def _chosen(expert, row, inside, column, K: tl.constexpr):
     return hit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "tile"])
 def _rank_keys_kernel(
     logits, expert, lse, counts, target, keys, T, stride_t, stride_e, tile,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, PROTECT: tl.constexpr,
@@ -413,7 +413,7 @@ def _count_equal(keys, value, before, T, ONE: tl.constexpr, BLOCK: tl.constexpr,
         return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "tile", "k"])
 def _select_kernel(
     counts, target, top1, keys, last_key, last_token, mass, T, tile, k,
     SCORE: tl.constexpr, PROTECT: tl.constexpr, FORCE: tl.constexpr, E: tl.constexpr,
@@ -482,7 +482,7 @@ def _select_kernel(
         tl.store(last_token + e, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "block"])
 def _member_kernel(
     logits, expert, lse, counts, target, last_key, last_token, members, work, T, block,
     stride_t, stride_e,
@@ -555,7 +555,7 @@ def _weights(z, live, lse, SCORE: tl.constexpr, NORM: tl.constexpr):
             return s * inverse, inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "block"])
 def _fill_kernel(
     logits, expert, gate, lse, members, work, totals, gate_S, expert_S, row_S, slot_R, token_R,
     offsets, slot_offsets, T, S, block, stride_t, stride_e, scale,
@@ -623,7 +623,7 @@ def _fill_kernel(
         tl.store(row_S + s, tl.full((1024,), -1, tl.int32), mask=s < S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _rounding_backward_kernel(
     logits, expert, lse, members, slot_offsets, d_gate_S, d_logits, d_gate, T, stride_t, stride_e,
     scale,

@@ -623,7 +623,7 @@ def _stage_two(
     return columns, zs, flag | ((values[K - 1] > _NEG_INF) == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "block", "rounds"])
 def _gating_kernel(
     logits, bias, valid, expert, gate, lse, work_counts, work_prob, work_odd, offsets, row_S,
     slot_R, token_R, T, block, stride_t, stride_e, scale, rounds,
@@ -779,7 +779,7 @@ def score_slope(z, s, SCORE: tl.constexpr):
         return z * 0.0 + 1.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "rounds"])
 def _backward_kernel(
     logits, expert, gate, d_gate, d_lse, d_prob, d_logits, T, stride_t, stride_e, scale, rounds,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
@@ -896,6 +896,11 @@ def _fast_sizes(E: int, k: int) -> dict[str, int] | None:
     }
 
 
+# What the benchmark sets to time other plans than the rules below give: "exact" (1: no two-stage
+# selection), "sub" (1, 2, 4: tiles that stage two takes at once), "each" (steps of a program).
+forced_plan: dict[str, int] = {}
+
+
 def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: bool) -> _Plan:
     np2 = triton.next_power_of_2
     limited = groups_kept < groups
@@ -906,14 +911,14 @@ def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: boo
     }  # fmt: skip
     width = max(sizes["GP"] * sizes["EGP"], sizes["KP"])
     fast = None if limited or not contiguous or k == 1 else _fast_sizes(E, k)
-    if fast is None:
+    if fast is None or forced_plan.get("exact"):
         sizes["BX"] = max(1, min(256, 2048 // width))
         if T * width <= _ONE_PROGRAM_LOGITS and T <= _ONE_PROGRAM_ROWS:
             warps = 4 if T * width <= 1024 else 8 if T * width <= 2048 else 16
             sizes["BX"] = min(np2(max(T, 1)), max(1, warps * 256 // width))
             return _Plan(1, max(T, 1), sizes, warps)
         tiles = triton.cdiv(T, sizes["BX"])
-        each = max(1, min(16, tiles // 1024))
+        each = forced_plan.get("each", max(1, min(16, tiles // 1024)))
         return _Plan(triton.cdiv(tiles, each), each * sizes["BX"], sizes, 4)
     warps = max(4, fast["LANES"] // 32)
     sizes.update(fast)
@@ -922,9 +927,9 @@ def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: boo
     sub = min(4, fast["LANES"])
     while sub > 1 and sub * sizes["BT"] * 264 > T:
         sub //= 2
-    sizes["SUB"] = sub
+    sizes["SUB"] = sub = forced_plan.get("sub", sub)
     tiles = triton.cdiv(T, sub * sizes["BT"])
-    each = max(1, min(8, tiles // 528))
+    each = forced_plan.get("each", max(1, min(8, tiles // 528)))
     return _Plan(triton.cdiv(max(tiles, 1), each), each * sub * sizes["BT"], sizes, warps)
 
 
