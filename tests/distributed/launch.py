@@ -1,130 +1,20 @@
-"""Run a function on several processes over gloo, with a time limit: a hang is a failed test.
-
-Processes are forked from one server that has imported torch already (importing it costs seconds for
-each process otherwise). The function must be importable by name; its arguments and results are
-pickled. A process that does not answer in time is ended and its stack is shown.
-"""
+"""Functions on several gloo processes, with a time limit: a hang is a failed test."""
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
-import os
-import pickle
-import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
+
+from parallel.processes import RankError, run_processes
+
+__all__ = ["RankError", "run"]
 
 # Far more than any case needs on two busy cores: the limit is there to end what would never end.
 TIMEOUT_S = 240.0
-
-_PRELOAD = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "moe", "parallel"]
-
-
-class RankError(AssertionError):
-    """A process raised, died or did not answer."""
 
 
 def run(
     world: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
-    """`function(*args)` on `world` processes with a default gloo group; results by rank.
-
-    Raises:
-        RankError: a process raised (with its traceback), died, or did not end within `timeout_s`
-            (with all stacks).
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    with tempfile.TemporaryDirectory() as folder:
-        receivers: list[Connection] = []
-        processes = []
-        for rank in range(world):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child,
-                args=(rank, world, folder, timeout_s, sender, function, args),
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            receivers.append(receiver)
-            processes.append(process)
-        try:
-            return _collect(receivers, Path(folder), time.monotonic() + timeout_s + 15)
-        finally:
-            for process in processes:
-                process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-
-
-def _collect(receivers: list[Connection], folder: Path, deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(receivers):
-        open_ = {c: rank for rank, c in enumerate(receivers) if rank not in results}
-        ready = wait(list(open_), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            stacks = "\n".join(
-                f"--- rank {rank}\n{(folder / f'stack_{rank}').read_text()}"
-                for rank in open_.values()
-                if (folder / f"stack_{rank}").exists()
-            )
-            raise RankError(f"ranks {sorted(open_.values())} did not answer in time\n{stacks}")
-        for connection in ready:
-            rank = open_[connection]
-            try:
-                good, value = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                raise RankError(f"rank {rank} died without a word") from None
-            if not good:
-                raise RankError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(receivers))]
-
-
-def _child(
-    rank: int,
-    world: int,
-    folder: str,
-    timeout_s: float,
-    sender: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    stacks = open(f"{folder}/stack_{rank}", "w")  # noqa: SIM115 (open until the process ends)
-    faulthandler.dump_traceback_later(timeout_s, file=stacks)
-    try:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        store = dist.FileStore(f"{folder}/store", world)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
-        )
-        answer = (True, function(*args))
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    faulthandler.cancel_dump_traceback_later()
-    sender.send_bytes(pickle.dumps(answer))
-    sender.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's clean-up: gloo's threads may still wait for a rank that failed.
-    os._exit(0 if answer[0] else 1)
+    """`function(*args)` on `world` processes; results by rank."""
+    return run_processes(world, function, *args, timeout_s=timeout_s)
