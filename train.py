@@ -18,6 +18,10 @@ import traceback
 from collections.abc import Sequence
 from contextlib import closing
 
+# Read when torch starts its threads: a waiting thread sleeps. By default it spins, and two threads
+# on two cores that other programs use as well are then many times slower than one.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from parallel import World, check_same_weights, launched_size, shutdown, start
