@@ -209,8 +209,7 @@ class MoE(nn.Module):
             x_TD = torch.where(valid_T[:, None], x_TD, 0.0)
 
         logits_TE = self.router.logits(x_TD)
-        gating = self.router.choose(logits_TE, valid_T)
-        routing = self._route(logits_TE, gating)
+        gating, routing = self._route(logits_TE, valid_T)
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
@@ -232,10 +231,11 @@ class MoE(nn.Module):
         )
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
 
-    def _route(self, logits_TE: Tensor, gating: Gating) -> Routing:
+    def _route(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Gating, Routing]:
         c = self.config
         if self.training and c.rounding is not None:
-            return round_tokens(
+            gating = self.router.choose(logits_TE, valid_T)
+            routing = round_tokens(
                 logits_TE,
                 gating,
                 c.rounding,
@@ -244,7 +244,11 @@ class MoE(nn.Module):
                 scale=c.route_scale,
                 backend=c.kernels,
             )
-        return Routing.from_topk(gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels)
+            return gating, routing
+        gating, meta = self.router.choose_and_sort(logits_TE, valid_T)
+        return gating, Routing.from_topk(
+            gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels, meta
+        )
 
     def _stats(
         self,

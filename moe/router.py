@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.kernels.router_logits import router_logits
-from moe.kernels.topk_gating import NORMS, SCORES, Gating, topk_gating
+from moe.kernels.routing_metadata import RoutingMetadata
+from moe.kernels.topk_gating import NORMS, SCORES, Gating, topk_gating, topk_routing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,20 +121,28 @@ class Router(nn.Module):
 
     def choose(self, logits_TE: Tensor, valid_T: Tensor | None = None) -> Gating:
         """Experts, gates and statistics of [T, E] logits; see `moe.kernels.topk_gating`."""
+        k = self.config.num_experts_per_tok
+        return topk_gating(logits_TE, k, valid_T=valid_T, **self._form())
+
+    def choose_and_sort(
+        self, logits_TE: Tensor, valid_T: Tensor | None = None
+    ) -> tuple[Gating, RoutingMetadata]:
+        """`choose`, and the choice sorted by expert, in fewer launches than one after the other."""
+        k = self.config.num_experts_per_tok
+        return topk_routing(logits_TE, k, valid_T=valid_T, **self._form())
+
+    def _form(self) -> dict[str, Any]:
         config = self.config
-        return topk_gating(
-            logits_TE,
-            config.num_experts_per_tok,
-            score=config.score,
-            norm=config.norm,
-            scale=config.route_scale,
-            bias_E=self.selection_bias,
-            groups=config.groups,
-            groups_kept=config.groups_kept,
-            group_top=config.group_top,
-            valid_T=valid_T,
-            backend=config.kernels,
-        )
+        return {
+            "score": config.score,
+            "norm": config.norm,
+            "scale": config.route_scale,
+            "bias_E": self.selection_bias,
+            "groups": config.groups,
+            "groups_kept": config.groups_kept,
+            "group_top": config.group_top,
+            "backend": config.kernels,
+        }
 
     def forward(self, x_TD: Tensor, valid_T: Tensor | None = None) -> Gating:
         return self.choose(self.logits(x_TD), valid_T)

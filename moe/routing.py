@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.kernels.routing_metadata import routing_metadata
+from moe.kernels.routing_metadata import RoutingMetadata, routing_metadata
 
 # Checks that must read device memory (ids in range, pairs sorted) run only when asked for: they
 # stall the GPU's queue. TESSERA_DEBUG=1 turns them on, `Routing.validate` runs them once.
@@ -47,7 +47,12 @@ class Routing:
 
     @classmethod
     def from_topk(
-        cls, expert_TK: Tensor, gate_TK: Tensor, num_experts: int, backend: str = "auto"
+        cls,
+        expert_TK: Tensor,
+        gate_TK: Tensor,
+        num_experts: int,
+        backend: str = "auto",
+        meta: RoutingMetadata | None = None,
     ) -> Routing:
         """Routing of a choice of K experts per token.
 
@@ -56,6 +61,7 @@ class Routing:
             gate_TK: float [T, K]; its gradient is that of `gates_S`.
             num_experts: E.
             backend: who sorts, see `moe.kernels.routing_metadata`.
+            meta: what the sort would give, where it is known already (`topk_routing`).
 
         Raises:
             ValueError: shapes that differ; under TESSERA_DEBUG=1 also ids outside [-1, E).
@@ -69,7 +75,8 @@ class Routing:
         expert_S = expert_TK.reshape(-1).to(torch.int32)
         if DEBUG:
             _check_ids(expert_S, num_experts)
-        meta = routing_metadata(expert_S, num_experts, slots_per_token=k, backend=backend)
+        if meta is None:
+            meta = routing_metadata(expert_S, num_experts, slots_per_token=k, backend=backend)
         return cls(
             gates_S=gate_TK.reshape(-1),
             expert_S=expert_S,
