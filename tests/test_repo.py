@@ -263,6 +263,18 @@ def test_commands_in_documents_exist(path):
         assert (ROOT / file).is_file(), f"{name(path)} names {file}, which does not exist"
 
 
+TRAINING = re.compile(r"train\.py (configs/\w+\.yaml)((?: [\w.]+=\S+)*)")
+
+
+def test_training_commands_in_the_readme_are_valid():
+    from training.config import load_config
+
+    commands = TRAINING.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert ("configs/quickstart.yaml", " train.steps=50 run.name=try") in commands
+    for path, overrides in commands:
+        load_config(ROOT / path, overrides.split())
+
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
