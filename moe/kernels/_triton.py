@@ -169,3 +169,49 @@ def capability(device: torch.device) -> tuple[int, int]:
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of the card; 1 on a CPU."""
     return _properties(_index(device))[2] if device.type == "cuda" else 1
+
+
+if HAVE_TRITON:
+
+    @triton.jit
+    def _probe_kernel(a, b, out):
+        x, y = tl.load(a), tl.load(b)
+        tl.store(out, (x + y).to(tl.float32))
+        tl.store(out + 1, tl.where(x < y, 1.0, 0.0))
+
+    @triton.jit
+    def _largest_kernel(a, out, N: tl.constexpr):
+        x = tl.load(a + tl.arange(0, N))
+        tl.store(out, tl.max(x, axis=0))
+        tl.store(out + 1 + tl.arange(0, N), tl.sort(x))
+
+
+@functools.cache
+def interpreter_faults() -> tuple[str, ...]:
+    """What Triton's interpreter, if it is in use, computes otherwise than the compiled code would.
+
+    Interpreters have added and compared bfloat16 numbers as bit patterns and treated NaN in `max`
+    and `sort` in ways of their own (triton-lang/triton issues 4972, 5999, 10945, 11153). Kernels
+    here do not rely on the order of NaN; tests must not run bfloat16 where this names it.
+    """
+    if not INTERPRET:
+        return ()
+    faults = []
+    out = torch.empty(5)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for kind, a, b, at, want in (
+            ("addition", 2.5, 2.0, 0, 4.5),
+            ("comparison", -5.0, -2.0, 1, 1.0),
+        ):
+            _probe_kernel[(1,)](*(torch.tensor([x], dtype=dtype) for x in (a, b)), out)
+            if out[at].item() != want:
+                faults.append(f"{name} {kind}")
+    nan, inf = float("nan"), float("inf")
+    _largest_kernel[(1,)](torch.tensor([nan, inf]), out, 2)
+    if out[0].item() != inf:  # the compiled maximum drops NaN
+        faults.append("max of NaN")
+    _largest_kernel[(1,)](torch.tensor([inf, 3.1, nan, -1.0]), out, 4)
+    if out[1:].isnan().sum() != 1 or not {inf, -1.0} <= set(out[1:].tolist()):
+        faults.append("sort with NaN")
+    return tuple(faults)

@@ -722,6 +722,9 @@ def _gating_kernel(
                 E, EP, K, L, BUCKETS, LANES, J, SCORE, HAS_BIAS,
             )  # fmt: skip
             flag = use & (unclear | (buckets[0] < 0) | ((tl.abs(row_lse) < float("inf")) == 0))
+            for _ in tl.static_range(L - K):
+                columns = columns + (columns[0],)
+                zs = zs + (zs[0],)
             tl.debug_barrier()  # all have read what is now overwritten
             if tl.max(flag.to(tl.int32), axis=0) > 0:
                 for some_row in range(first_row, last_row, BX):
@@ -734,9 +737,6 @@ def _gating_kernel(
                     prob_sum += p
                     odd += o
             else:
-                for _ in tl.static_range(L - K):
-                    columns = columns + (columns[0],)
-                    zs = zs + (zs[0],)
                 ids = stack(columns, L)
                 gates = _gates(stack(zs, L), slot < K, shift, inverse, scale, SCORE, NORM)
                 at = row[:, None] * K + slot

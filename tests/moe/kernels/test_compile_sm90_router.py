@@ -23,10 +23,11 @@ ROOT = Path(__file__).resolve().parents[3]
 # name: T, E, K and what is asked of `topk_gating`
 GATING = {
     "tiny": (2048, 8, 2, {}),
-    "128 experts": (65536, 128, 8, {}),
+    "6 of 128": (65536, 128, 6, {}),  # not a power of two: the sorted lists are padded
 }
 MORE_GATING = {
     "Mixtral": (65536, 8, 2, {}),
+    "Qwen3-30B-A3B": (65536, 128, 8, {}),
     "OLMoE": (32768, 64, 8, {"norm": "none"}),
     "256 experts of 16": (32768, 256, 16, {}),
     "GLM-4.5-Air": (16384, 128, 8, {"score": "sigmoid", "bias": True}),

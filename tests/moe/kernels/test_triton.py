@@ -1,0 +1,141 @@
+"""The Triton import: backends by name, machines without Triton, and what the interpreter can do."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe.kernels import _triton
+from moe.kernels._triton import INTERPRET, interpreter_faults, is_eager, pick_backend, tl, triton
+
+ROOT = Path(__file__).resolve().parents[3]
+interpreted = pytest.mark.skipif(not INTERPRET, reason="needs Triton's interpreter")
+
+
+def test_auto_on_a_cpu_is_the_reference():
+    assert pick_backend("auto", torch.zeros(2)) == "reference"
+    assert pick_backend("reference", torch.zeros(2, dtype=torch.float64)) == "reference"
+
+
+@interpreted
+def test_triton_on_a_cpu_through_the_interpreter():
+    assert pick_backend("triton", torch.zeros(2)) == "triton"
+    assert pick_backend("triton", torch.zeros(2, dtype=torch.int32)) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "available", "message"),
+    [
+        (
+            "cuda",
+            torch.float32,
+            ("reference", "triton"),
+            "backend='cuda' is unknown; allowed: auto",
+        ),
+        ("hopper", torch.float32, ("reference", "triton"), "backend='hopper' is not implemented"),
+        ("hopper", torch.float32, ("reference", "triton", "hopper"), "compute capability 9"),
+        ("triton", torch.float64, ("reference", "triton"), "float64"),
+        ("triton", torch.float32, ("reference",), "allowed: reference"),
+    ],
+)
+def test_refused_by_name(name, dtype, available, message):
+    with pytest.raises(ValueError, match=message):
+        pick_backend(name, torch.zeros(2, dtype=dtype), available=available)
+
+
+def test_the_argument_is_named():
+    with pytest.raises(ValueError, match="kernels='fast'"):
+        pick_backend("fast", torch.zeros(2), argument="kernels")
+
+
+def test_a_cpu_tensor_without_the_interpreter(monkeypatch):
+    monkeypatch.setattr(_triton, "INTERPRET", False)
+    monkeypatch.setattr(_triton, "HAVE_TRITON", True)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        pick_backend("triton", torch.zeros(2))
+
+
+def test_direct_calls_are_for_plain_tensors_alone():
+    plain = torch.zeros(2)
+    assert is_eager(plain, None, torch.nn.Parameter(plain))
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        assert not is_eager(plain)
+        fake = mode.from_tensor(plain)
+    assert not is_eager(fake)
+    seen = []
+
+    def record(x):
+        seen.append(is_eager(x))
+        return x + 1
+
+    torch.compile(record, backend="eager")(plain)
+    assert seen == [False] or seen == []
+
+
+def test_works_without_triton():
+    """A machine without Triton imports the package, runs the reference, refuses kernels by name."""
+    code = """
+import sys
+sys.modules["triton"] = None
+sys.modules["triton.language"] = None
+import torch
+from moe import MoE, MoEConfig
+from moe.kernels._triton import HAVE_TRITON, triton
+from moe.kernels.topk_gating import topk_gating, _gating_kernel
+assert not HAVE_TRITON
+assert triton.cdiv(7, 2) == 4 and [triton.next_power_of_2(n) for n in (1, 5, 8)] == [1, 8, 8]
+assert topk_gating(torch.tensor([[1.0, 2.0]]), 1).expert_TK.tolist() == [[1]]
+try:
+    topk_gating(torch.zeros(2, 4), 1, backend="triton")
+except ValueError as error:
+    assert "not installed" in str(error), error
+else:
+    raise SystemExit("not refused")
+try:
+    _gating_kernel[(1,)](0)
+except RuntimeError as error:
+    assert "needs Triton" in str(error), error
+else:
+    raise SystemExit("launched")
+layer = MoE(MoEConfig(hidden_size=4, expert_size=4, num_experts=4, num_experts_per_tok=2))
+y, _ = layer(torch.randn(3, 4))
+y.sum().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# The interpreter computes with NumPy, which has no bfloat16: github.com/triton-lang/triton/issues
+# /4972, /11153. What follows tells whether the installed one may be trusted with it.
+
+
+@triton.jit
+def _binary_kernel(a, b, out, LESS: tl.constexpr):
+    x = tl.load(a)
+    y = tl.load(b)
+    if LESS:
+        tl.store(out, tl.where(x < y, 1.0, 0.0))
+    else:
+        tl.store(out, (x + y).to(tl.float32))
+
+
+@interpreted
+def test_the_self_test_says_what_the_interpreter_does():
+    faults = interpreter_faults()
+    out = torch.empty(1)
+    pair = (torch.tensor([2.5]), torch.tensor([2.0]))
+    _binary_kernel[(1,)](*(t.bfloat16() for t in pair), out, False)
+    assert ("bfloat16 addition" in faults) == (out.item() != 4.5)
+    pair = (torch.tensor([-5.0]), torch.tensor([-2.0]))
+    _binary_kernel[(1,)](*(t.bfloat16() for t in pair), out, True)
+    assert ("bfloat16 comparison" in faults) == (out.item() != 1.0)
+    # in float32 it must be right: all other tests of kernels on a CPU rest on that
+    _binary_kernel[(1,)](*pair, out, True)
+    assert out.item() == 1.0
+    _binary_kernel[(1,)](*pair, out, False)
+    assert out.item() == -7.0
+    assert not [fault for fault in faults if fault.startswith("float32")]
