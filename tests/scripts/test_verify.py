@@ -1,0 +1,142 @@
+"""scripts/verify.py: finds layouts equal, and sees every kind of difference."""
+
+import re
+
+import pytest
+import torch
+
+from models.config import ModelConfig
+from parallel.flat_shard import FlatShard
+from scripts import verify
+from tests.models.tiny import CASES, tiny_config
+
+
+def test_a_layout_is_equal_to_one_process(capsys):
+    arguments = ["configs/quickstart.yaml", "--nproc", "2", "parallel.nodes=2", "run.device=cpu",
+                 "router.balance_scope=global", "--timeout", "200"]  # fmt: skip
+    assert verify.main(arguments) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "experts split over 2 (across_nodes)" in out
+    assert "engine: Fsdp2Engine" in out
+    assert "gradient" in out and "weights" in out and "routed tokens 2" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.expret=2"], "parallel.expret is unknown; allowed: nodes, .*parallel.expert?"),
+        (["parallel.nodes=3"], r"parallel\.nodes=3 does not divide the 4 processes"),
+        (["parallel.nodes=two"], r"parallel\.nodes=two must be int"),
+        (["parallel.deduplicate=1"], r"parallel\.deduplicate=1 must be bool"),
+        (["parallel.schedule=ring"], r"parallel\.schedule='ring' is unknown"),
+        (["model.hidden_sise=3"], "hidden_sise"),
+    ],
+)
+def test_mistakes_end_with_2_and_one_line(capsys, overrides, message):
+    assert verify.main(["configs/quickstart.yaml", "--nproc", "4", *overrides]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert re.search(message, told), told
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_small_model_keeps_the_architecture(case):
+    config = tiny_config(case, num_hidden_layers=6, num_experts=8)
+    small = verify.shrink(config)
+    kept = (
+        "family",
+        "num_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "attention_bias",
+        "tie_word_embeddings",
+        "n_group",
+        "n_shared_experts",
+        "rope_scaling",
+        "clip_qkv",
+    )
+    for name in kept:
+        assert getattr(small, name) == getattr(config, name), name
+    assert 1 <= len(small.moe_layers) <= 2
+    assert [small.is_moe_layer(i) for i in range(small.num_hidden_layers)] == [
+        config.is_moe_layer(i) for i in range(small.num_hidden_layers)
+    ]
+
+
+def test_published_architectures_get_small():
+    small = verify.shrink(
+        ModelConfig(family="glm4_moe", head_dim=128, eos_token_id=[151329, 151336])
+    )
+    assert (small.num_experts, small.hidden_size, small.num_hidden_layers) == (128, 64, 3)
+
+
+def _one() -> dict:
+    torch.manual_seed(0)
+    start = {name: torch.randn(12) for name in ("a", "b")}
+    return {
+        "loss": [2.0, 1.9], "norm": [1.0, 1.1], "start": start,
+        "counts": [torch.tensor([[3, 5]]), torch.tensor([[4, 4]])],
+        "gradient": {name: torch.randn(12) for name in start},
+        "weights": {name: value + 0.01 * torch.randn(12) for name, value in start.items()},
+    }  # fmt: skip
+
+
+def _layout() -> list[dict]:
+    """Two ranks that each hold half of everything."""
+    one, ranks = _one(), []
+    for start in (0, 6):
+        rank = {key: list(value) for key, value in one.items() if isinstance(value, list)}
+        for kind in ("gradient", "weights"):
+            rank[kind] = {
+                name: FlatShard(value[start : start + 6].clone(), start, 12)
+                for name, value in one[kind].items()
+            }
+        ranks.append(rank)
+    return ranks
+
+
+def _differing(ranks: list[dict]) -> list[str]:
+    rows = verify.compare(_one(), verify.put_together(ranks))
+    return [row.what for row in rows if not row.good]
+
+
+def test_equal_results_compare_equal():
+    assert _differing(_layout()) == []
+
+
+def test_every_difference_is_seen():
+    ranks = _layout()
+    ranks[1]["gradient"]["b"].local[3] *= 1.01
+    assert _differing(ranks) == ["gradient b"]
+    ranks = _layout()
+    ranks[0]["weights"]["a"].local.add_(0.001)
+    assert _differing(ranks) == ["weights a"]
+    ranks = _layout()
+    for rank in ranks:
+        rank["norm"][1] *= 1.0001
+        rank["counts"][0] = torch.tensor([[4, 4]])
+    assert _differing(ranks) == ["routed tokens 1", "norm 2"]
+    ranks = _layout()
+    ranks[1]["loss"][0] = float("nan")
+    assert _differing(ranks) == ["all ranks alike"]
+    ranks[0]["loss"][0] = float("nan")
+    assert _differing(ranks) == ["loss 1", "all ranks alike"]
+    ranks = _layout()
+    ranks[0]["gradient"]["a"].local.fill_(float("nan"))
+    assert _differing(ranks) == ["gradient a"]
+
+
+def test_a_lost_shard_is_told():
+    ranks = _layout()
+    del ranks[1]
+    with pytest.raises(ValueError, match="no shard holds elements 6 to 12 of 12"):
+        verify.put_together(ranks)
+
+
+def test_the_table_shows_what_differs():
+    ranks = _layout()
+    ranks[1]["gradient"]["b"].local[3] *= 1.01
+    rows = verify.compare(_one(), verify.put_together(ranks))
+    text = verify.table(rows, everything=False)
+    assert "gradient b" in text and "gradient a" not in text and "<- differs" in text
+    assert "gradient a" in verify.table(rows, everything=True)
