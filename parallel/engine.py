@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import Router
+from parallel.data_parallel import fingerprint
 from parallel.expert_parallel import ExpertParallelOptions, ExpertRange, split_experts
 from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh
@@ -69,6 +70,8 @@ class Engine(Protocol):
 
     model: nn.Module
     """Call this; its forward gathers what it needs."""
+    places: Mapping[str, Place]
+    """Parameter of the split model → what it is."""
     terms: Tensor
     """float32: loss terms of the step on this rank; after `step` their sums over ranks."""
 
@@ -297,6 +300,45 @@ class ShardedAdamW:
         return found
 
 
+def check_replicas(engine: Engine, mesh: Mesh) -> None:
+    """Refuse to train when ranks that should hold the same weights hold different ones.
+
+    They were drawn from the same seed or read from the same files, so a difference is a fault
+    (another library version on one host, a damaged file) that summing gradients would hide.
+
+    Raises:
+        ValueError: which ranks differ from the first of their group, in what.
+    """
+    kinds = {place.name: place.kind for place in engine.places.values()}
+    groups = {
+        "dense": mesh.group("replica"),
+        "expert": mesh.group("expert_replica"),
+        "router": dist.group.WORLD,
+    }
+    parts: dict[str, list[Tensor]] = {kind: [] for kind in groups}
+    for name, shard in engine.tensors().items():
+        kind, _, logical = name.partition("/")
+        if kind == "weights":
+            parts[kinds[logical]].append(shard.local)
+    wrong = []
+    for kind, group in groups.items():
+        mine = torch.tensor([fingerprint(parts[kind])], device=mesh.device)
+        all_ = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(all_, mine, group=group)
+        ranks = dist.get_process_group_ranks(group)
+        different = [r for r, value in zip(ranks, all_) if value.item() != all_[0].item()]
+        if different:
+            wrong.append(f"{kind} weights of ranks {different} differ from rank {ranks[0]}'s")
+    # All ranks stop together: a rank whose own group agrees would go on and wait for the others.
+    told: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, wrong)
+    first = next((text for texts in told for text in texts), None)
+    if first is not None:
+        raise ValueError(
+            f"{first}; check that all hosts have the same library versions and see the same files"
+        )
+
+
 def make_engine(
     name: str,
     model: nn.Module,
@@ -331,6 +373,10 @@ def make_engine(
     """
     if name not in ENGINES:
         raise ValueError(f"parallel.engine={name!r} is unknown; allowed: {', '.join(ENGINES)}")
+    if mesh.plan.world == 1:
+        raise ValueError(
+            f"parallel.engine={name} needs several processes; one process uses no engine"
+        )
     narrow = {str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4}
     if narrow:
         raise ValueError(

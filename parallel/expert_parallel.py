@@ -24,10 +24,12 @@ expert width, C rows sent, Q rows received, P pairs of token and expert.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import MoE, MoEConfig, Routing
@@ -107,6 +109,13 @@ def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | No
             raise ValueError(
                 f"parallel.transport=pull needs CUDA devices, this run is on {mesh.device.type}; "
                 "allowed here: collective"
+            )
+        hosts: list[str] = [""] * mesh.plan.expert
+        dist.all_gather_object(hosts, socket.gethostname(), group=group)
+        if len(set(hosts)) > 1:
+            raise ValueError(
+                "parallel.transport=pull needs all ranks of an expert group on one host, they are "
+                f"on {', '.join(sorted(set(hosts)))}; allowed here: collective"
             )
         return Pull(SymmetricMemory(group, mesh.device), mesh.device)
     return Pairwise(group) if options.schedule == "pairwise" else Collective(group)

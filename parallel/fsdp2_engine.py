@@ -60,6 +60,9 @@ class Fsdp2Engine:
         wrap(model, mesh, units, [model.get_parameter(n) for n in self._named("router")], dtype)
         if meta:
             model.to_empty(device=mesh.device)
+        for name in self._named("router"):  # FSDP has moved the others
+            router = model.get_parameter(name)
+            router.data = router.data.to(mesh.device)
         self._parameters = {name: model.get_parameter(name) for name in self.places}
         local = {name: _local(parameter) for name, parameter in self._parameters.items()}
         self.optimizer = ShardedAdamW(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from models.build import build_model, draw, reset_buffers
 from models.execution import apply_checkpointing
-from parallel.engine import make_engine
+from parallel.engine import check_replicas, make_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
@@ -192,6 +192,24 @@ def _bfloat16() -> dict[str, float]:
     }  # fmt: skip
 
 
+def _replicas() -> list[str]:
+    """One rank starts from other weights, by kind of weight."""
+    found = []
+    for nodes, name in ((2, None), (2, "embed.weight"), (4, "layers.1.moe.experts.w1"),
+                        (2, "layers.2.moe.router.weight")):  # fmt: skip
+        case = Case(nodes=nodes)
+        engine = _engine(case, tiny.config())
+        mesh = engine.mesh
+        if name is not None and dist.get_rank() == 3:
+            engine.optimizer.parts[name].data[0] += 1e-7
+        try:
+            check_replicas(engine, mesh)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error).partition(";")[0])
+    return found
+
+
 def _refusals() -> list[str]:
     config = tiny.config()
     model = tiny.build(config)
@@ -233,6 +251,7 @@ def _everything() -> dict:
         "finite": _not_finite(),
         "bf16": _bfloat16(),
         "refusals": _refusals(),
+        "replicas": _replicas(),
     }
 
 
@@ -284,6 +303,23 @@ def test_bfloat16_reduces_in_float32_and_leaves_the_router_alone(results):
         assert got["got"]["norm"] == pytest.approx(got["want"]["norm"], rel=2e-2)
         # A token at the border of two experts may go to another one; a factor of 2 would be 0.5.
         assert got["moments"] == ""
+
+
+def test_ranks_that_start_from_other_weights_are_named_everywhere(results):
+    for result in results:
+        assert result["replicas"] == [
+            "",
+            "dense weights of ranks [3] differ from rank 1's",
+            "expert weights of ranks [3] differ from rank 1's",
+            "router weights of ranks [3] differ from rank 0's",
+        ]
+
+
+def test_one_process_uses_no_engine():
+    mesh = build_mesh(plan_mesh(1, num_experts=8), torch.device("cpu"))
+    model = tiny.build(tiny.config())
+    with pytest.raises(ValueError, match=r"parallel\.engine=fsdp2 needs several processes"):
+        make_engine("fsdp2", model, mesh, [], [], tiny.guard_of(), num_terms=1)
 
 
 def test_refusals(results):
