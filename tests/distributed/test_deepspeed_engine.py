@@ -11,6 +11,7 @@ import inspect
 import traceback
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ import torch.distributed as dist
 
 from models.build import build_model, draw, reset_buffers
 from models.execution import apply_checkpointing
+from parallel import World
 from parallel.engine import make_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.distributed.launch import run
+from training.checkpoint import Saver, Snapshot, load_tensors, stored_tensors
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
@@ -143,6 +146,44 @@ def _bfloat16() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _crossed(folder: str) -> dict[str, str]:
+    """Each engine goes on from the other's checkpoint, in another layout."""
+    config, found = tiny.config(), {}
+    group = dist.new_group(backend="gloo")
+    world = World(dist.get_rank(), WORLD, 0, WORLD, dist.group.WORLD, group, group)
+    _, want = tiny.train_one_process(tiny.build(config), config, steps=2)
+
+    def fsdp2(nodes: int):
+        mesh = build_mesh(plan_mesh(WORLD, nodes, nodes, num_experts=8), torch.device("cpu"))
+        model = tiny.build(config)
+        return make_engine(
+            "fsdp2", model, mesh, tiny.groups_of(model), tiny.units_of(model), tiny.guard_of(),
+            num_terms=3, settings=tiny.SETTINGS,
+        )  # fmt: skip
+
+    for name, first, second in (
+        ("deepspeed 2x2 -> fsdp2 4x1", _engine(Case(), config), fsdp2(4)),
+        ("fsdp2 2x2 -> deepspeed 4x1", fsdp2(2), _engine(Case(nodes=4, expert=4), config)),
+    ):
+        got = tiny.train_engine(first, config, dist.get_rank(), WORLD, steps=1)
+        saver = Saver(Path(folder) / name.replace(" ", "_"), world, background=True)
+        saver.save(Snapshot(step=1, tensors=first.tensors(), state={}, rng=b""))
+        saver.wait()
+        (saved,) = saver.poll()
+        assert saved.folder is not None, saved.error
+        whole = {
+            key: torch.empty(value.size, dtype=value.properties.dtype)
+            for key, value in stored_tensors(saved.folder).items()
+        }
+        load_tensors(saved.folder, whole)
+        load_tensors(saved.folder, second.tensors())
+        second.loaded()
+        found[name] = tiny.difference(second.tensors(), whole, 0.0)
+        got += tiny.train_engine(second, config, dist.get_rank(), WORLD, steps=1, first=1)
+        found[name] += tiny.numbers_differ(got, want, 5e-6)
+    return found
+
+
 def _plain(function):
     """The function inside DeepSpeed's profiling wrapper, which does not say what it wraps."""
     for cell in getattr(function, "__closure__", None) or ():
@@ -193,7 +234,7 @@ def _wrong_version() -> str:
     return "accepted"
 
 
-def _everything() -> dict:
+def _everything(folder: str) -> dict:
     cases = {}
     for name, case in CASES.items():
         try:
@@ -204,13 +245,14 @@ def _everything() -> dict:
         "cases": cases,
         "bf16": _bfloat16(),
         "contract": _contract(),
+        "crossed": _crossed(folder),
         "version": _wrong_version(),
     }
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict]:
-    return run(WORLD, _everything)
+def results(tmp_path_factory) -> list[dict]:
+    return run(WORLD, _everything, str(tmp_path_factory.mktemp("checkpoints")))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -227,6 +269,11 @@ def test_bfloat16_keeps_float32_masters_and_router(results):
         assert got["experts"] == "torch.bfloat16"
         assert got["got"]["loss"] == pytest.approx(got["want"]["loss"], rel=2e-3)
         assert got["got"]["norm"] == pytest.approx(got["want"]["norm"], rel=2e-2)
+
+
+def test_each_engine_goes_on_from_the_others_checkpoint(results):
+    for result in results:
+        assert set(result["crossed"].values()) == {""}, result["crossed"]
 
 
 def test_deepspeed_is_what_the_adapter_was_made_for(results):
