@@ -138,11 +138,10 @@ def _chunk(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Slots first … first + 32 G - 1: id, whether it is an expert, rank in its word, counts."""
-    # max_contiguous(…, 1): one slot a lane, so that a word is a warp and its sum one instruction.
-    # Row g of a tile goes to warp g % SIDE: its words are neighbours, and a running sum over them
-    # needs the other warps only once.
-    SIDE: tl.constexpr = 4 if G >= 4 else G
-    lane = tl.max_contiguous(tl.arange(0, 32), 1)
+    # Rows g of a tile with the same g % SIDE lie in the same threads: they get neighbouring words,
+    # so that a running sum over the words leaves the threads only once.
+    SIDE: tl.constexpr = 16 if G >= 16 else G
+    lane = tl.arange(0, 32)
     row = tl.arange(0, G)
     word_of_row = (row % SIDE) * (G // SIDE) + row // SIDE
     slot = first + word_of_row[:, None] * 32 + lane[None, :]
@@ -159,6 +158,21 @@ def _chunk(
         word = word & ~(plane ^ -((column >> b) & 1))
     rank = _popcount(same & ((1 << lane) - 1)[None, :], ASM)
     return slot, e, ok, rank, _popcount(word, ASM)
+
+
+@triton.jit
+def _at_expert(table_GE, e_G32, EP: tl.constexpr):
+    """table[g, e[g, i]] for every slot."""
+    if EP <= 16:
+        # Triton 3.6 fails on gathers from rows shorter than a warp, when a program has many warps
+        column = tl.arange(0, EP)[None, :]
+        out = e_G32 * 0
+        for c in tl.static_range(EP):
+            value = tl.sum(tl.where(column == c, table_GE, 0), axis=1).to(tl.int32)
+            out = tl.where(e_G32 == c, value[:, None], out)
+        return out
+    else:
+        return tl.gather(table_GE, e_G32, axis=1)
 
 
 @triton.jit
@@ -181,7 +195,7 @@ def _place_slots(
     HAS_TOKEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of the slots between begin and end; base [EP] is each expert's next row."""
-    SIDE: tl.constexpr = 4 if G >= 4 else G
+    SIDE: tl.constexpr = 16 if G >= 16 else G
     for first in range(begin, end, G * 32):
         slot, e, ok, rank, count = _chunk(expert, first, end, E, EP, BITS, G, ASM)
         count = tl.reshape(count, (G // SIDE, SIDE, EP))
@@ -189,7 +203,7 @@ def _place_slots(
         whole = tl.sum(count, axis=0).to(tl.int32)
         before = tl.cumsum(whole, axis=0).to(tl.int32) - whole + base[None, :]
         before = tl.reshape(within + before[None, :, :], (G, EP))
-        row = tl.gather(before, e, axis=1) + rank
+        row = _at_expert(before, e, EP) + rank
         tl.store(row_S + slot, tl.where(ok, row, -1), mask=slot < end)
         if HAS_TOKEN:
             t = tl.load(token + slot, mask=ok, other=0).to(tl.int32)
@@ -335,7 +349,8 @@ def expert_bits(num_experts: int) -> int:
 
 
 def words_per_step(num_experts: int) -> int:
-    """Words of 32 slots a program handles at once: about 4096 (word, expert) counts."""
+    """Words of 32 slots a program handles at once: about 4096 (word, expert) counts. A program has
+    no more warps than this: a gather from a row must not leave its warp."""
     return max(1, min(32, 4096 // triton.next_power_of_2(num_experts)))
 
 
@@ -382,7 +397,7 @@ def launch_place(
         meta.offsets_E1 if before is None else before,
         *meta, S, R, block, PER_TOKEN=per_token, E=E, BITS=expert_bits(E), G=words_per_step(E),
         HAS_TOKEN=token_S is not None, COUNT=before is None, CLEAR=clear, ASM=not INTERPRET,
-        num_warps=4,
+        num_warps=min(4, words_per_step(E)),
     )  # fmt: skip
 
 

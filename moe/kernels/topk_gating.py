@@ -962,6 +962,7 @@ def _topk_gating_triton(
         torch.empty(E + 1 if metadata else 0, **i32), *(torch.empty(rows, **i32) for _ in range(3))
     )
     one = plan.blocks == 1
+    alone = one and metadata and plan.warps <= words_per_step(E)
     partial = (counts, prob_sum, nonfinite)
     if not one:
         partial = (
@@ -976,15 +977,16 @@ def _topk_gating_triton(
             expert, gate, lse, *partial, *meta, T, plan.block, logits_TE.stride(0),
             logits_TE.stride(1), scale, k,
             TOP=group_top, SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],
-            HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=one and metadata,
+            HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=alone,
             BITS=expert_bits(E), WORDS=words_per_step(E), ASM=not INTERPRET,
             num_warps=plan.warps, **plan.sizes,
         )  # fmt: skip
         if not one:
             launch_finish(*partial, counts, prob_sum, nonfinite, prefix=metadata)
-        if metadata and not one:
+        if metadata and not alone:
+            before = None if one else partial[0]
             launch_place(
-                meta, expert.view(-1), k, None, counts, partial[0], plan.block * k,
+                meta, expert.view(-1), k, None, counts, before, plan.block * k,
                 clear=valid_T is not None,
             )  # fmt: skip
     return expert, gate, lse, counts, prob_sum, nonfinite, *meta
