@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from models.build import build_model, draw, reset_buffers
 from models.execution import apply_checkpointing
@@ -181,12 +182,17 @@ def _bfloat16() -> dict[str, float]:
     def watch(engine):
         dtypes.update(p.grad.dtype for p in engine.model.parameters() if p.grad is not None)
 
+    angles = set()
+    engine.model.layers[1].attn.register_forward_pre_hook(
+        lambda module, args: angles.update(str(leaf.dtype) for leaf in tree_leaves(args[1]))
+    )
     got = tiny.train_engine(engine, config, dist.get_rank(), WORLD, steps=1, watch=watch)
     optimizer, want = tiny.train_one_process(tiny.build(config, torch.bfloat16), config, steps=1)
     moments = {n: t for n, t in optimizer.tensors().items() if n.startswith("exp_avg/")}
     mine = {n: t for n, t in engine.tensors().items() if n.startswith("exp_avg/")}
     return {
-        "got": got[0], "want": want[0], "dtypes": [str(d) for d in dtypes],
+        "angles": sorted(angles), "got": got[0], "want": want[0],
+        "dtypes": [str(d) for d in dtypes],
         "moments": tiny.difference(mine, moments, 0.3),
         "router": str(engine.model.layers[1].moe.router.weight.dtype),
     }  # fmt: skip
@@ -298,6 +304,7 @@ def test_bfloat16_reduces_in_float32_and_leaves_the_router_alone(results):
         got = result["bf16"]
         assert got["dtypes"] == ["torch.float32"]
         assert got["router"] == "torch.float32"
+        assert got["angles"] == ["torch.float32"], "inputs of a block were cast"
         # Only weights and activations are rounded, in both; sums are in another order.
         assert got["got"]["loss"] == pytest.approx(got["want"]["loss"], rel=2e-3)
         assert got["got"]["norm"] == pytest.approx(got["want"]["norm"], rel=2e-2)

@@ -1,0 +1,322 @@
+#!/usr/bin/env python3
+"""What expert parallelism costs, and how much of the exchange hides behind the experts.
+
+    python scripts/bench_parallel.py layer --nproc 4                  CUDA: one rank per GPU
+    python scripts/bench_parallel.py layer --nproc 4 --cpu --row-us 40
+    python scripts/bench_parallel.py engine --nproc 4 configs/x.yaml parallel.nodes=2
+
+layer: one MoE layer, forward and backward, in every mode of travelling. Beside the time of a mode:
+that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that
+of the exchanges alone. hidden = 1 - (time - free) / alone. With --row-us every row takes that many
+microseconds on the wire, one exchange after the other, as on a slow network: that shows the
+schedule on a machine without one.
+
+engine: whole steps of the config's model on random tokens under `parallel.engine`, tokens per
+second and peak memory. `--small` takes the narrow model of scripts/verify.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.build import build_model
+from models.execution import apply_checkpointing
+from moe import MoE, MoEConfig
+from parallel.engine import AdamSettings, make_engine
+from parallel.expert_parallel import ExpertParallelOptions, expert_parallel, make_transport
+from parallel.mesh import build_mesh, plan_mesh
+from parallel.processes import run_processes
+from parallel.transport import Pending, Split, Transport
+from scripts import verify
+from training.config import load_config
+from training.optim import StepGuard
+
+MODES = {
+    "1 chunk": {"chunks": 1},
+    "2 chunks": {"chunks": 2},
+    "4 chunks": {"chunks": 4},
+    "2 chunks, a row per expert": {"chunks": 2, "deduplicate": False},
+    "pairwise": {"schedule": "pairwise"},
+    "2 chunks, float8": {"chunks": 2, "payload": "float8"},
+    "2 chunks, pull": {"chunks": 2, "transport": "pull"},
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    tokens: int
+    hidden: int
+    expert: int
+    experts: int
+    per_token: int
+    shared: int
+    dtype: str
+
+
+# ---- transports for measuring --------------------------------------------------------------------
+
+
+class Measured:
+    """A transport with rows that arrive at once, or late; gates and ids (one-dimensional gradients,
+    bytes) travel as they are."""
+
+    def __init__(self, inner: Transport, free: bool, row_s: float) -> None:
+        self.inner, self.free, self.row_s = inner, free, row_s
+        self.rows, self.busy_until = 0, 0.0
+
+    def start(self, rows: Tensor, split: Split) -> Pending:
+        if rows.dim() < 2 or (rows.dtype == torch.uint8 and rows.shape[1] <= 12):
+            return self.inner.start(rows, split)
+        self.rows += rows.shape[0]
+        if self.free:
+            return _Arrived(rows.new_zeros(sum(split.receive), *rows.shape[1:]))
+        wire = self.row_s * max(rows.shape[0], sum(split.receive))
+        self.busy_until = max(self.busy_until, time.perf_counter()) + wire
+        return _Late(self.inner.start(rows, split), self.busy_until)
+
+
+class _Arrived:
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def wait(self) -> Tensor:
+        return self.rows
+
+
+class _Late:
+    def __init__(self, inner: Pending, due: float) -> None:
+        self.inner, self.due = inner, due
+
+    def wait(self) -> Tensor:
+        received = self.inner.wait()
+        time.sleep(max(0.0, self.due - time.perf_counter()))
+        return received
+
+
+# ---- one layer -----------------------------------------------------------------------------------
+
+
+def bench_layer(
+    shape: LayerShape, nodes: int, device_type: str, row_s: float, repeats: int
+) -> list[dict[str, Any]]:
+    """Rows of the table; the slowest rank's medians."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    dtype = getattr(torch, shape.dtype)
+    mesh = build_mesh(plan_mesh(world, nodes, nodes, num_experts=shape.experts), device)
+    config = MoEConfig(
+        hidden_size=shape.hidden,
+        expert_size=shape.expert,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.per_token,
+        shared_expert_size=shape.shared,
+    )
+    torch.manual_seed(0)
+    layer = MoE(config, device=device, dtype=dtype)
+    torch.manual_seed(rank)
+    x = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+    table = []
+    for name, settings in MODES.items():
+        if device_type == "cpu" and settings.get("transport") == "pull":
+            continue
+        options = ExpertParallelOptions(**settings)
+        inner = make_transport(options, mesh)
+        row: dict[str, Any] = {"mode": name}
+        for kind, free in (("", False), ("free ", True)):
+            transport = Measured(inner, free, row_s)
+            parallel = expert_parallel(layer, mesh, options, transport)
+            times = [_pass(parallel, x, device) for _ in range(repeats + 2)][2:]
+            row[f"{kind}forward ms"] = 1e3 * statistics.median(t[0] for t in times)
+            row[f"{kind}backward ms"] = 1e3 * statistics.median(t[1] for t in times)
+            row["rows sent"] = transport.rows / (repeats + 2) / 4  # out and back, twice
+        row["alone ms"] = _alone(inner, x, int(row["rows sent"]), options, mesh, row_s, repeats)
+        for key in [key for key in row if key.endswith("ms")]:
+            slowest = torch.tensor(row[key], device=device, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            row[key] = slowest.item()
+        for direction in ("forward", "backward"):
+            exposed = row[f"{direction} ms"] - row[f"free {direction} ms"]
+            row[f"{direction} hidden"] = 1 - exposed / row["alone ms"]
+        table.append(row)
+    return table
+
+
+def _pass(layer: MoE, x: Tensor, device: torch.device) -> tuple[float, float]:
+    """Seconds of one forward and one backward, all ranks starting together."""
+    marks = []
+    dist.barrier()
+    _wait_for(device)
+    marks.append(time.perf_counter())
+    y, _ = layer(x)
+    _wait_for(device)
+    marks.append(time.perf_counter())
+    y.backward(torch.ones_like(y))
+    _wait_for(device)
+    marks.append(time.perf_counter())
+    return marks[1] - marks[0], marks[2] - marks[1]
+
+
+def _alone(inner, x: Tensor, rows: int, options, mesh, row_s: float, repeats: int) -> float:
+    """Milliseconds of one direction's exchanges of that many rows, out and back, nothing else."""
+    size, rank = mesh.plan.expert, mesh.place("expert")
+    steps = (options.chunks or 2) if options.schedule == "all" else size - 1
+    each = max(1, rows // max(1, steps * (size - 1)))
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        _wait_for(x.device)
+        start = time.perf_counter()
+        wire = Measured(inner, False, row_s)
+        for back in (False, True):
+            flights = []
+            for step in range(steps):
+                table = torch.full((size, size), each).fill_diagonal_(0)
+                if options.schedule == "pairwise":
+                    table = torch.zeros(size, size, dtype=torch.int64)
+                    for source in range(size):
+                        table[source, (source + step + 1) % size] = each * steps
+                split = Split(table.numpy(), rank)
+                split = split.reversed() if back else split
+                sent = x.detach().new_zeros(sum(split.send), x.shape[1])
+                flights.append(wire.start(sent, split))
+            for flight in flights:
+                flight.wait()
+        _wait_for(x.device)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[1:])
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- whole steps ---------------------------------------------------------------------------------
+
+
+def bench_engine(
+    config: Any, layout: verify.Layout, small: bool, device_type: str, steps: int
+) -> dict[str, Any]:
+    """Seconds a step and peak memory of this rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    architecture = config.model.config
+    architecture = verify.shrink(architecture) if small else architecture
+    length = min(config.data.seq_len, architecture.max_position_embeddings)
+    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    mesh = build_mesh(layout.plan(world, architecture), device)
+    model = build_model(architecture, kernels=config.model.kernels, device="meta")
+    groups = verify.groups_of(model, config)
+    apply_checkpointing(model, config.train.checkpointing)
+    tied = architecture.tie_word_embeddings
+    engine = make_engine(
+        layout.engine,
+        model,
+        mesh,
+        groups,
+        list(model.layers) if tied else [model.embed, *model.layers, model.head],
+        StepGuard(device),
+        num_terms=1,
+        settings=AdamSettings(config.optim.betas, config.optim.eps, config.optim.clip_norm),
+        options=layout.options(),
+        dtype=dtype,
+        offload=layout.offload,
+    )
+    shapes = engine.shapes()
+
+    def noise(name: str, experts: range | None) -> Tensor:
+        shape = shapes[name] if experts is None else [len(experts), *shapes[name][1:]]
+        return torch.full(shape, 1.0) if len(shape) == 1 else 0.02 * torch.randn(shape)
+
+    engine.fill(noise)
+    for buffer in model.buffers():
+        buffer.zero_()
+    rows = config.train.micro_batch_size
+    tokens_BL = torch.randint(3, architecture.vocab_size, (rows, length), device=device)
+    times = []
+    for _ in range(steps + 2):
+        dist.barrier()
+        _wait_for(device)
+        start = time.perf_counter()
+        engine.zero_grad()
+        with engine.micro_batch(last=True):
+            out = engine.model(tokens_BL, labels_BL=tokens_BL)
+            engine.backward(out.loss_sum / (rows * length * world))
+        engine.step(1e-5)
+        _wait_for(device)
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times[2:])
+    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device_type == "cuda" else None
+    return {
+        "engine": type(engine).__name__,
+        "step s": seconds,
+        "tokens/s": rows * length * world / seconds,
+        "peak GiB": memory,
+    }
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("layer", "engine"))
+    parser.add_argument("config", nargs="?", help="engine: YAML file")
+    parser.add_argument("overrides", nargs="*", help="engine: section.key=value")
+    parser.add_argument("--nproc", type=int, required=True)
+    parser.add_argument("--nodes", type=int, help="layer: virtual nodes = expert ranks; all")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--row-us", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--tokens", type=int, help="layer: per rank")
+    parser.add_argument("--small", action="store_true", help="engine: narrow model")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
+    given = parser.parse_intermixed_args(arguments)
+    device_type = "cpu" if given.cpu or not torch.cuda.is_available() else "cuda"
+    if given.what == "engine":
+        layout, overrides = verify.split_overrides(given.overrides)
+        config = load_config(given.config, overrides)
+        table = run_processes(
+            given.nproc, bench_engine, config, layout, given.small, device_type, given.repeats,
+            device_type=device_type,
+        )  # fmt: skip
+    else:
+        if device_type == "cuda":
+            shape = LayerShape(given.tokens or 8192, 2048, 768, 128, 8, 768, "bfloat16")
+        else:
+            shape = LayerShape(given.tokens or 1024, 128, 64, 16, 4, 256, "float32")
+        print(f"{given.nproc} processes on {device_type}, {shape}, {given.row_us} us a row")
+        table = run_processes(
+            given.nproc, bench_layer, shape, given.nodes or given.nproc, device_type,
+            given.row_us / 1e6, given.repeats, device_type=device_type,
+        )[0]  # fmt: skip
+    columns = list(table[0])
+    texts = [
+        [f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in table
+    ]
+    widths = [max(map(len, column)) for column in zip(columns, *texts)]
+    for line in (columns, *texts):
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
+    if given.json:
+        extra = {"shape": asdict(shape)} if given.what == "layer" else {}
+        given.json.write_text(json.dumps({"rows": table, "nproc": given.nproc, **extra}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Expert parallelism and engines over NCCL, and pulls through symmetric memory.
+
+Needs two GPUs of one host. What is computed is what the CPU tests compute over gloo; here streams,
+buffers in flight and the order of communicators are real.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe import MoE, MoEConfig
+from parallel.expert_parallel import ExpertParallelOptions, expert_parallel
+from parallel.mesh import build_mesh, plan_mesh
+from parallel.processes import run_processes
+from scripts import verify
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(600),
+]
+
+MODES = [
+    {"chunks": 1},
+    {"chunks": 3},
+    {"deduplicate": False},
+    {"schedule": "pairwise"},
+    {"transport": "pull"},
+    {"transport": "pull", "chunks": 4},
+]
+CONFIG = MoEConfig(
+    hidden_size=512, expert_size=256, num_experts=16, num_experts_per_tok=4, shared_expert_size=256
+)
+
+
+def _layer_in_all_modes(world: int) -> list[str]:
+    """What differs from one GPU, many passes one after the other without waiting in between."""
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank)
+    mesh = build_mesh(plan_mesh(world, world, world, num_experts=16), device)
+    found = []
+    for settings in MODES:
+        torch.manual_seed(1)
+        layer = MoE(CONFIG, device=device, dtype=torch.bfloat16)
+        torch.manual_seed(1)
+        whole = MoE(CONFIG, device=device, dtype=torch.bfloat16)
+        parallel = expert_parallel(layer, mesh, ExpertParallelOptions(**settings))
+        passes = []
+        for i in range(20):  # sizes change, buffers are reused and grow
+            generator = torch.Generator().manual_seed(100 * i + rank)
+            x = torch.randn((i * 97) % 1500 + rank, 512, generator=generator)
+            x = x.to(device, torch.bfloat16).requires_grad_()
+            y, _ = parallel(x)
+            y.float().square().sum().backward()
+            passes.append((x, y))
+        for i, (x, y) in enumerate(passes):
+            again = x.detach().requires_grad_()
+            want, _ = whole(again)
+            want.float().square().sum().backward()
+            for name, got, right in (("y", y, want), ("dx", x.grad, again.grad)):
+                if right.numel() == 0:
+                    continue
+                error = (got.float() - right.float()).norm() / right.float().norm()
+                # One or two more roundings to bf16 on the way than on one GPU.
+                if not error < 0.02:
+                    found.append(f"{settings} pass {i} {name}: {error:.3f}")
+        weights = torch.cat([p.grad.float().flatten() for p in (whole.w1, whole.w2)])
+        dist.all_reduce(weights)
+        mine = parallel.experts
+        got = torch.cat([mine.w1.grad.float().flatten(), mine.w2.grad.float().flatten()])
+        half = range(mine.first_expert, mine.first_expert + mine.num_experts)
+        size1, size2 = whole.w1[0].numel(), whole.w2[0].numel()
+        w1, w2 = weights.split([16 * size1, 16 * size2])
+        right = torch.cat([w1.view(16, -1)[half.start : half.stop].flatten(),
+                           w2.view(16, -1)[half.start : half.stop].flatten()])  # fmt: skip
+        error = (got - right).norm() / right.norm()
+        if not error < 0.02:
+            found.append(f"{settings} weights: {error:.3f}")
+    return found
+
+
+def test_every_mode_equals_one_gpu():
+    for found in run_processes(2, _layer_in_all_modes, 2, device_type="cuda", timeout_s=500):
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.nodes=2"],
+        ["parallel.nodes=2", "parallel.transport=pull"],
+        ["parallel.nodes=1", "parallel.expert=2", "parallel.expert_placement=within_node"],
+        ["parallel.nodes=1", "parallel.expert=1"],
+    ],
+)
+def test_layouts_equal_one_gpu(overrides, capsys):
+    arguments = ["configs/quickstart.yaml", "--nproc", "2", "run.device=cuda", *overrides]
+    code = verify.main(arguments)
+    assert code == 0, capsys.readouterr().out
