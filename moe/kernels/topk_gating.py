@@ -366,7 +366,7 @@ def _exact_tile(
             biased = tl.where(live, biased, _NEG_INF)
         if KEPT < G:
             key = tl.where(_kept_groups(biased, BT, G, GP, EGP, KEPT, TOP), key, _NEG_INF)
-    key = tl.where(real[None, :], ordered(key + 0.0), EMPTY_KEY)
+    key = tl.where(real[None, :], ordered(key), EMPTY_KEY)
 
     slot = tl.arange(0, KP)[None, :]
     sel_z = tl.full((BT, KP), _NEG_INF, dtype=tl.float32)

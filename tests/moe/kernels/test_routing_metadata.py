@@ -87,6 +87,12 @@ def test_several_programs(monkeypatch):
     check(sorted(experts), 6, "triton", token_S=torch.arange(700) // 5)
 
 
+@triton_only
+def test_several_steps_of_one_program(monkeypatch):
+    monkeypatch.setattr(module, "words_per_step", lambda experts: 2)
+    check(torch.randint(-1, 6, (150,)).tolist(), 6, "triton", slots_per_token=2, R=160)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slots_and_rows_are_inverse(backend):
     meta = routing_metadata(torch.randint(0, 9, (90,)), 9, slots_per_token=3, backend=backend)

@@ -370,6 +370,7 @@ def test_kernel_forms(score, norm):
         {"score": "sigmoid", "bias_E": torch.linspace(-0.5, 0.5, 24)},
         {"score": "softmax", "norm": "none", "bias_E": torch.linspace(0.5, -0.5, 24)},
         {"score": "sigmoid", "groups": 4, "groups_kept": 2},
+        {"score": "sigmoid", "groups": 4, "groups_kept": 2, "bias_E": torch.linspace(-2, -9, 24)},
         {"groups": 3, "groups_kept": 2, "group_top": 3, "bias_E": torch.linspace(0.5, -0.5, 24)},
         {"valid_T": torch.arange(9) % 3 > 0},
     ],
@@ -476,6 +477,21 @@ class TestTwoStage:
         out = compare(z, 8)
         assert out.expert_TK[:, :2].tolist() == [[40, 7], [7, 40]]
         assert not scans
+
+    def test_cut_between_neighbours_closer_than_a_key(self, scans):
+        # one bucket holds both; only the second stage can see that it cannot tell
+        z = torch.linspace(-1, 1, 64).repeat(2, 1)
+        z[:, 4:8] = torch.tensor([3.0, 3.0 + 2**-21, 5.0, -1.0])
+        out = compare(z, 2)
+        assert out.expert_TK.tolist() == [[6, 5]] * 2
+        assert scans
+
+    def test_cut_between_buckets_closer_than_a_key(self, scans):
+        z = torch.linspace(-1, 1, 64).repeat(2, 1)
+        z[:, 4], z[:, 36], z[:, 60] = 3.0, 3.0 + 2**-21, 5.0
+        out = compare(z, 2)
+        assert out.expert_TK.tolist() == [[60, 36]] * 2
+        assert scans
 
     def test_difficult_rows(self):
         compare(special_rows(torch.randn(8, 64)), 3, valid_T=torch.arange(8) != 2)
