@@ -14,6 +14,7 @@ import errno
 import fcntl
 import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,8 @@ def total_steps(config: Config, rows_per_epoch: int | None) -> int:
     return steps
 
 
+# The reader processes of a killed run hold its lock until they notice: torch looks every 5 seconds.
+LOCK_WAIT_S = 20.0
 _locks: list[int] = []  # the system frees them too, however the process ends
 
 
@@ -132,15 +135,23 @@ def _take(folder: Path, resume: str) -> str | None:
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         return f"run folder {folder} cannot be written ({error.strerror}); see run.dir, run.name"
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            os.close(descriptor)
-            return f"another process is training in {folder}; wait for it, or give another run.name"
-        # A file system without locks: training there is allowed, unguarded.
-    _locks.append(descriptor)
-    return None
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                os.close(descriptor)
+                return (
+                    f"another process is training in {folder}; wait for it, or give another "
+                    "run.name"
+                )
+            # A file system without locks: training there is allowed, unguarded.
+        _locks.append(descriptor)
+        return None
 
 
 def _next_attempt(folder: Path) -> int:

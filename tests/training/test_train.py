@@ -292,11 +292,24 @@ def test_settings_that_may_and_may_not_change(run, whole, tmp_path, capsys):
 def test_one_process_at_a_time(run, tmp_path, capsys, monkeypatch):
     import fcntl
 
+    monkeypatch.setattr("training.run.LOCK_WAIT_S", 0.3)
     (tmp_path / "runs/taken").mkdir(parents=True)
     with open(tmp_path / "runs/taken/.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert run("run.name=taken") == 2
     assert "another process is training in runs/taken" in capsys.readouterr().err
+
+
+def test_the_readers_of_a_killed_run_are_waited_for(run, tmp_path):
+    import fcntl
+
+    (tmp_path / "runs/freed").mkdir(parents=True)
+    held = open(tmp_path / "runs/freed/.lock", "w")  # noqa: SIM115
+    fcntl.flock(held, fcntl.LOCK_EX)
+    timer = threading.Timer(1.0, held.close)
+    timer.start()
+    assert run("run.name=freed") == 0
+    timer.join()
 
 
 # --- bad steps ----------------------------------------------------------------------------------
