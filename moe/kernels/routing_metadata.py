@@ -349,9 +349,12 @@ def expert_bits(num_experts: int) -> int:
 
 
 def words_per_step(num_experts: int) -> int:
-    """Words of 32 slots a program handles at once: about 4096 (word, expert) counts. A program has
-    no more warps than this: a gather from a row must not leave its warp."""
-    return max(1, min(32, 4096 // triton.next_power_of_2(num_experts)))
+    """Words of 32 slots that a program handles at once: a few thousand (word, expert) counts.
+
+    A program has no more warps than this: a gather from a row must not leave its warp.
+    """
+    counts = triton.next_power_of_2(num_experts)
+    return max(1, min(32, (4096 if counts <= 128 else 2048) // counts))
 
 
 def launch_finish(
