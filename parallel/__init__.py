@@ -2,14 +2,14 @@
 
     data_parallel     joining the other processes, sums and agreements between them
     mesh              nodes × local ranks, and who shares what
-    expert_parallel   MoE layers whose experts live on several ranks (all_to_all, dispatch, transport,
-                      pull: how tokens travel)
+    expert_parallel   MoE layers whose experts live on several ranks (all_to_all, dispatch,
+                      transport and pull: how tokens travel)
     engine            ZeRO-3 by FSDP2 or DeepSpeed, with gradient norm, update and shards
     flat_shard        parts of tensors in checkpoints
     processes         several processes of this machine, for checks and benchmarks
 
-Nothing here knows models or data. The names below need no more than torch; the rest is imported from
-its modules by those who use it.
+Nothing here knows models or data. The names below need no more than torch; the rest is imported
+from its modules by those who use it.
 """
 
 from parallel.data_parallel import (

@@ -165,12 +165,20 @@ class Fsdp2Engine:
 
     def loaded(self) -> None:
         self.optimizer.spread_counter()
+        self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
+        # The root keeps its weights gathered for a backward; after an evaluation none has come.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @torch.no_grad()
     def fill(self, values: Callable[[str, range | None], Tensor]) -> None:
         for name, part in self.optimizer.parts.items():
             place = self.places[name]
             place.fill(part.detach(), self._starts[name] - place.start, values)
+        self._forget_gathered()
 
     def all_finite(self) -> Tensor:
         return self._sums.all_finite(self.optimizer.buffers())

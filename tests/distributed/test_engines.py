@@ -6,6 +6,7 @@ rank. All cases run in one group of four processes.
 
 from __future__ import annotations
 
+import math
 import traceback
 from dataclasses import dataclass, field
 from functools import cache
@@ -216,6 +217,22 @@ def _replicas() -> list[str]:
     return found
 
 
+def _evaluated_then_loaded() -> list[float]:
+    """Losses before and after all weights are replaced by zeros, evaluation coming first."""
+    config = tiny.config("qwen3_moe_sparse_step")
+    engine = _engine(Case(), config)
+    batch = tiny.micro_batches(config, 0, [0])[0]
+    losses = []
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(float(engine.model(**batch).loss_sum))
+        for name, shard in engine.tensors().items():
+            if name.startswith("weights/"):
+                shard.local.zero_()
+        engine.loaded()
+    return losses
+
+
 def _refusals() -> list[str]:
     config = tiny.config()
     model = tiny.build(config)
@@ -258,6 +275,7 @@ def _everything() -> dict:
         "bf16": _bfloat16(),
         "refusals": _refusals(),
         "replicas": _replicas(),
+        "loaded": _evaluated_then_loaded(),
     }
 
 
@@ -320,6 +338,14 @@ def test_ranks_that_start_from_other_weights_are_named_everywhere(results):
             "expert weights of ranks [3] differ from rank 1's",
             "router weights of ranks [3] differ from rank 0's",
         ]
+
+
+def test_no_gathered_weight_outlives_loading(results):
+    labels = 15  # of row 0
+    for result in results:
+        before, after = result["loaded"]
+        assert after == pytest.approx(labels * math.log(97)), (before, after)
+        assert before != pytest.approx(after)
 
 
 def test_one_process_uses_no_engine():
