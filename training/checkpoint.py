@@ -176,7 +176,7 @@ class Saver:
     All processes must call `save` for the same steps; `last_step` is the last of them. In the
     background, the tensors are first copied to host memory (in stream order, so the next update
     cannot reach them); a second save waits for the first. Ended saves, also failed ones, are handed
-    out by `poll`.
+    out by `poll`; `last_error` is what `poll` saw of the save of `last_step`.
     """
 
     def __init__(
@@ -189,6 +189,7 @@ class Saver:
         last_step: int | None = None,
     ) -> None:
         self.last_step = last_step
+        self.last_error: CheckpointError | None = None
         self.root = root
         self.world = world
         self.keep_last = keep_last
@@ -200,7 +201,7 @@ class Saver:
     def save(self, snapshot: Snapshot) -> None:
         """Write one checkpoint; how it ended comes out of `poll`."""
         self.wait()
-        self.last_step = snapshot.step
+        self.last_step, self.last_error = snapshot.step, None
         if not self.background:
             self._ended.put(self._write(snapshot, lambda: None))
             return
@@ -216,6 +217,8 @@ class Saver:
         ended = []
         while not self._ended.empty():
             ended.append(self._ended.get())
+            if ended[-1].step == self.last_step:
+                self.last_error = ended[-1].error
         return ended
 
     def wait(self) -> None:

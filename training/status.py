@@ -196,8 +196,8 @@ def saves(job: Job, final: bool = False) -> None:
         job.log.event("checkpoint_failed", str(saved.error), style="bold red", step=saved.step)
         if isinstance(saved.error, NonFiniteWeights):
             raise RunFailed(f"{saved.error}. The same command goes on from the last one")
-        if final and saved.step == job.progress.step:
-            raise RunFailed(f"the last checkpoint could not be saved: {saved.error}")
+    if final and job.saver.last_error is not None:  # perhaps told of in the loop already
+        raise RunFailed(f"the last checkpoint could not be saved: {job.saver.last_error}")
 
 
 # --- the end ------------------------------------------------------------------------------------

@@ -450,10 +450,11 @@ def test_a_failed_save_is_told_and_the_run_goes_on(run, tmp_path, monkeypatch, c
     assert [event["step"] for event in events(folder, "checkpoint")] == [3, 9, 12]
 
 
-def test_a_run_that_cannot_save_its_end_fails(run, tmp_path, capsys):
+@pytest.mark.parametrize("background", ["true", "false"])  # false: it has failed before the end
+def test_a_run_that_cannot_save_its_end_fails(run, tmp_path, capsys, background):
     (tmp_path / "runs/blocked").mkdir(parents=True)
     (tmp_path / "runs/blocked/checkpoints").write_text("in the way")
-    assert run("run.name=blocked") == 1
+    assert run("run.name=blocked", f"checkpoint.async_save={background}") == 1
     error = capsys.readouterr().err
     assert "the last checkpoint could not be saved" in error and error.count("\n") == 1
     assert len(read_metrics(tmp_path / "runs/blocked")) == STEPS, "but it trained to the end"
