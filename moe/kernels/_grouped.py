@@ -138,4 +138,8 @@ def grouped_outer_ref(
 
 def gather_rows_ref(x_TI: Tensor, token_R: Tensor | None) -> Tensor:
     """Rows of x in expert order; x itself when its rows already are (token_R None)."""
-    return x_TI if token_R is None else x_TI.index_select(0, token_R)
+    if token_R is None:
+        return x_TI
+    if x_TI.shape[0] == 0:  # unused rows name token 0, which is not there
+        return x_TI.new_zeros(token_R.shape[0], x_TI.shape[1])
+    return x_TI.index_select(0, token_R)

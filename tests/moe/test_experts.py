@@ -130,11 +130,14 @@ def test_finite_differences():
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
-@pytest.mark.parametrize("kind", ["no tokens", "no experts"])
+@pytest.mark.parametrize("kind", ["no tokens", "no tokens, unused slots", "no experts"])
 def test_nothing_to_do(backend: str, kind: str):
     """Empty outputs of the right shape and dtype; gradients are zero, not None."""
-    T = 0 if kind == "no tokens" else 5
+    T = 5 if kind == "no experts" else 0
     routing = Routing.from_topk(torch.full((T, 2), -1), torch.ones(T, 2), 3)
+    if kind == "no tokens, unused slots":
+        none = torch.full((4,), -1)
+        routing = Routing.from_pairs(torch.zeros(4, dtype=torch.int64), none, torch.ones(4), 0, 3)
     values = _operands(routing, 8, 4, torch.float32, bias=True)
     with _tiles.forced(**SMALL), nan_memory():
         got = _run(values, routing, torch.ones(T, 8), backend=backend)

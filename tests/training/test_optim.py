@@ -189,6 +189,17 @@ def test_equals_torch_adamw_with_clipping(micro_batches):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
 
 
+def test_the_norm_of_many_gradients_is_accurate():
+    model = nn.Linear(2048, 2048, bias=False)
+    group = Group("all", dict(model.named_parameters()), 1.0, 0.0)
+    optimizer = MasterAdamW([group])
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(0)
+    model.weight.grad.copy_(torch.randn(2048, 2048, generator=generator))
+    want = torch.linalg.vector_norm(model.weight.grad.double()).item()
+    assert optimizer.step(0.0).grad_norm.item() == pytest.approx(want, rel=3e-7)
+
+
 def test_bfloat16_weights_move_by_their_float32_masters():
     """p = 1, 100 steps of 6e-4 in one direction: a bfloat16 weight alone would stay at 1."""
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
