@@ -743,8 +743,12 @@ def _gating_kernel(
                 mask = inside[:, None] & (slot < K)
                 tl.store(expert + at, tl.where(use[:, None], ids, -1), mask=mask)
                 tl.store(gate + at, tl.where(use[:, None], gates, 0.0), mask=mask)
-                counted = tl.reshape(use[:, None] & (slot < K), (BT * SUB * L,))
-                counts += tl.histogram(tl.reshape(ids, (BT * SUB * L,)), EB, mask=counted)
+                # Counted from memory: the histogram of Triton 3.6 miscounts the layout of `ids`.
+                tl.debug_barrier()
+                pair = first_row.to(tl.int64) * K + tl.arange(0, BT * SUB * L)
+                mine = pair < last_row.to(tl.int64) * K
+                ids = tl.load(expert + pair, mask=mine, other=-1)
+                counts += tl.histogram(ids, EB, mask=ids >= 0)
         W: tl.constexpr = 4 * LANES
         column = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
         for i in tl.static_range(N * J):

@@ -67,7 +67,7 @@ def batch_of(
         tokens_BL=tokens,
         labels_BL=labels,
         valid_BL=valid,
-        positions_BL=torch.arange(LENGTH).expand(tokens.shape),
+        positions_BL=torch.arange(LENGTH).repeat(len(tokens), 1),
         num_targets=int((labels != -100).sum()),
         num_tokens=int(valid.sum()),
         rows=tuple((0, 0, row) for row in range(len(tokens))),
