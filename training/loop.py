@@ -97,27 +97,28 @@ def train_step(
     """
     optimizer.zero_grad()
     stats: RouterStats | None = None
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         batch = batch.to(device, non_blocking=True)
-        out = model(
-            batch.tokens_BL,
-            labels_BL=batch.labels_BL,
-            positions_BL=batch.positions_BL,
-            documents=batch.documents,
-            valid_BL=batch.valid_BL,
-        )
-        terms = [out.loss_sum / totals.targets]
-        loss = terms[0]
-        if out.router is not None:
-            seen = out.router.detach()
-            stats = seen if stats is None else stats.plus(seen)
-            load_LE = _load(world, router.balance_scope, seen, stats)
-            auxiliary, values = router_losses(out.router, totals.tokens, router, load_LE)
-            loss = attach_loss(loss, auxiliary)
-            terms += values
-            if keep is not None:
-                keep.counts_LE = seen.counts_E
-        loss.backward()
+        with optimizer.micro_batch(last=number == len(batches)):
+            out = model(
+                batch.tokens_BL,
+                labels_BL=batch.labels_BL,
+                positions_BL=batch.positions_BL,
+                documents=batch.documents,
+                valid_BL=batch.valid_BL,
+            )
+            terms = [out.loss_sum / totals.targets]
+            loss = terms[0]
+            if out.router is not None:
+                seen = out.router.detach()
+                stats = seen if stats is None else stats.plus(seen)
+                load_LE = _load(world, router.balance_scope, seen, stats)
+                auxiliary, values = router_losses(out.router, totals.tokens, router, load_LE)
+                loss = attach_loss(loss, auxiliary)
+                terms += values
+                if keep is not None:
+                    keep.counts_LE = seen.counts_E
+            optimizer.backward(loss)
         optimizer.terms[: len(terms)] += torch.stack(terms).detach()
     sum_(world, optimizer.gradient)
     outcome = optimizer.step(lr)

@@ -21,6 +21,7 @@ multiple of `ALIGN`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -297,6 +298,15 @@ class MasterAdamW:
     def zero_grad(self) -> None:
         """Forget gradients and loss terms of the last step."""
         self.gradient.zero_()
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one micro-batch, as sharding engines need it; nothing
+        here."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss that is divided by the step's global count already."""
+        loss.backward()
 
     @torch.no_grad()
     def step(self, lr: float) -> Outcome:
