@@ -1,0 +1,164 @@
+"""Sweeps: the statistics, what a file may say, and a small one run for real."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.training.tiny import write_inputs
+from training.config_load import ConfigError
+from training.record import read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    # under the name by which its worker processes import it
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import sweep
+
+    return sweep
+
+
+@pytest.fixture(scope="module")
+def report(sweep):
+    import _sweep_report
+
+    return _sweep_report
+
+
+def test_differences_are_paired(report):
+    values = {
+        "a": {0: {"loss": 1.0}, 1: {"loss": 5.0}, 2: {"loss": 9.0}},
+        "b": {0: {"loss": 1.5}, 1: {"loss": 5.7}, 2: {"loss": 9.6}, 3: {"loss": 99.0}},
+    }
+    table = report.compare(values, "a", ["loss"])
+    assert table["a"]["loss"].difference is None
+    assert table["b"]["loss"].value.count == 4
+    difference = table["b"]["loss"].difference
+    assert difference.count == 3  # seed 3 has no partner
+    assert difference.mean == pytest.approx(0.6)
+    # of 0.5, 0.7, 0.6: the standard deviation is 0.1, whatever the spread between the seeds is
+    assert difference.error == pytest.approx(0.1 / math.sqrt(3))
+    assert difference.interval == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+    assert report.verdict(difference) == "higher"
+
+
+def test_small_differences_are_not_seen(report):
+    def told(*pairs):
+        return report.verdict(report.Mean.of(pairs))
+
+    assert told(0.1, -0.1, 0.2) == "none at ±0.38"
+    assert told(-0.11, -0.1, -0.12) == "lower"
+    assert told(-0.1) == "one pair"
+    many = report.Mean.of([0.0, 1.0] * 20)
+    assert many.interval == pytest.approx(2.228 * many.error)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"control": "c"}, "control='c'"),
+        ({"arm": {}}, "arm"),
+        ({"arms": {"weak": [], "b": ["optim.lr=fast"]}}, "arm 'b': optim.lr"),
+        ({"arms": {"weak": [], "b": ["optim.rl=1"]}}, "arm 'b': unknown key optim.rl"),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(
+    change, told, sweep, tiny_sweep, tmp_path, capsys
+):
+    values = yaml.safe_load(tiny_sweep.read_text()) | change
+    path = tiny_sweep.parent / "wrong.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(SystemExit) as caught:
+        sweep.main([str(path), "--out", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "ablations").glob("*.yaml")), ids=str)
+def test_every_sweep_of_the_repository_is_valid(path, sweep):
+    found = sweep.read_sweep(path)
+    runs = sweep.plan_runs(path, found, [], found.seeds)
+    assert len({run.key for run in runs}) == len(found.arms) * len(found.seeds)
+
+
+@pytest.fixture(scope="module")
+def tiny_sweep(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    write_inputs(folder)
+    path = folder / "sweep.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "title": "Balance",
+                "base": "config.yaml",
+                "control": "weak",
+                "settings": ["train.steps=4"],
+                "arms": {"weak": [], "strong": ["router.balance_coef=1"]},
+                "seeds": [0, 1],
+            }
+        )
+    )
+    return path
+
+
+def test_a_sweep_of_real_runs(sweep, tiny_sweep, tmp_path, capsys):
+    other = tiny_sweep.parent / "other.yaml"
+    values = yaml.safe_load(tiny_sweep.read_text())
+    values["arms"] = {
+        "weak": [],
+        "none": ["router.balance_coef=0"],
+        # infinite weights in the first step, and a run that stops then
+        "fails": ["optim.lr=1e38", "optim.on_nonfinite=stop"],
+    }
+    other.write_text(yaml.safe_dump(values | {"seeds": [0]}))
+
+    # a limit that is over at once: nothing is trained, and it says so
+    out = tmp_path / "out"
+    arguments = [str(tiny_sweep), str(other), "--out", str(out), "log.every_steps=2"]
+    assert sweep.main([*arguments, "--time-limit", "0"]) == 75
+    capsys.readouterr()
+    assert sweep.main([*arguments, "--jobs", "2"]) == 1  # one fails, the others go on
+    told = capsys.readouterr().out
+    assert "6 runs, 6 to train" in told  # weak with seed 0 is in both files
+    assert "FAILED fails-seed0" in told
+    assert "not finite" in told
+    assert "| none | 1 |" in told
+    assert "| fails | 0 |" in told
+
+    result = json.loads((out / "sweep.json").read_text())
+    runs = {name: arm["runs"] for name, arm in result["arms"].items()}
+    assert set(runs["weak"]) == set(runs["strong"]) == {"0", "1"}
+    cell = result["arms"]["strong"]["metrics"]["val_loss"]
+    pairs = [runs["strong"][s]["val_loss"] - runs["weak"][s]["val_loss"] for s in "01"]
+    assert cell["difference"]["mean"] == pytest.approx(sum(pairs) / 2)
+    assert "| strong | 2 |" in (out / "sweep.md").read_text()
+    assert (out / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+
+    # arms of a seed start alike, seeds do not
+    first = {}
+    for folder in (out / "runs").glob("[!f]*"):
+        first[folder.name.rsplit("-", 1)[0]] = read_run(folder).series("loss").values[0]
+        assert not (folder / "checkpoints").exists()
+    assert first["weak-seed0"] == first["strong-seed0"] == first["none-seed0"]
+    assert first["weak-seed1"] == first["strong-seed1"] != first["weak-seed0"]
+
+    # once more: nothing to do; with another setting it is another run
+    assert sweep.main([str(tiny_sweep), *arguments[2:]]) == 0
+    assert "4 runs, 0 to train" in capsys.readouterr().out
+    found = sweep.read_sweep(tiny_sweep)
+    run = sweep.plan_runs(tiny_sweep, found, ["log.every_steps=2", "optim.lr=0.5"], [0])[0]
+    sweep.place_run(run, out / "runs")
+    assert not run.done
+
+
+def test_an_unreadable_file_is_an_error(sweep, tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        sweep.read_sweep(tmp_path / "none.yaml")
