@@ -123,6 +123,14 @@ def human_count(value: float) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
+def human_bytes(value: float) -> str:
+    """12.1e9 → 12.1 GB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
 def human_time(seconds: float) -> str:
     """3700 → 1h02m."""
     seconds = max(0, round(seconds))

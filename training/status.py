@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from models.loss import loss_backend
+from moe.experts import BACKENDS
+from moe.kernels._triton import pick_backend
 from training.checkpoint import NonFiniteWeights
 from training.device import max_memory_gib, peak_flops
 from training.faults import RunFailed, out_of_memory_message
 from training.flops import flops_per_token, matmul_weights
-from training.logging import human_count, human_time, progress_line
+from training.logging import human_bytes, human_count, human_time, progress_line
 from training.loop import Pace, StepResult, read_window
 from training.optim import group_table
 
@@ -82,6 +85,9 @@ def start(job: Job) -> None:
         f"model: {human_count(total)} weights in matrix products, {human_count(active)} for each "
         f"token; {plan.dtype} on {processes}{', compiled' if plan.compile else ''}"
     )
+    probe = next(job.model.parameters())
+    experts = pick_backend(config.model.kernels, probe, available=BACKENDS)
+    log.say(f"kernels: experts {experts}, loss {loss_backend(probe)}")
     if job.model.config.moe_layers and config.router.balance_coef:
         scope = {"micro": "each process's micro-batch", "global": "the whole step"}
         log.say(
@@ -190,8 +196,8 @@ def saves(job: Job, final: bool = False) -> None:
     for saved in job.saver.poll():
         if saved.error is None:
             job.log.event("checkpoint", step=saved.step, folder=saved.folder, seconds=saved.seconds)
-            size = human_count(saved.bytes)
-            job.log.say(f"saved {saved.folder} ({size}B in {human_time(saved.seconds)})", "dim")
+            size = human_bytes(saved.bytes)
+            job.log.say(f"saved {saved.folder} ({size} in {human_time(saved.seconds)})", "dim")
             continue
         job.log.event("checkpoint_failed", str(saved.error), style="bold red", step=saved.step)
         if isinstance(saved.error, NonFiniteWeights):

@@ -12,6 +12,7 @@ from rich.console import Console
 from training.logging import (
     RunLog,
     WandbThread,
+    human_bytes,
     human_count,
     human_time,
     progress_line,
@@ -101,6 +102,12 @@ def test_screen_colours_only_on_a_terminal(tmp_path, capsys):
 def test_human_units():
     counts = (0, 7, 999, 1234, 1_234_567, 3.05e9, 2e12)
     assert [human_count(v) for v in counts] == ["0", "7", "999", "1.23k", "1.23M", "3.05B", "2T"]
+    assert [human_bytes(v) for v in (0, 950, 28.2e6, 12.1e9)] == [
+        "0 B",
+        "950 B",
+        "28.2 MB",
+        "12.1 GB",
+    ]
     times = (0.2, 59, 61, 3700, 50 * 3600, -3)
     assert [human_time(v) for v in times] == ["0s", "59s", "1m01s", "1h01m", "2d02h", "0s"]
     metrics = {
