@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from moe.control import begin_step
 from parallel import World, check_same_weights, launched_size, shutdown, start
 from training import faults, status
 from training.assemble import (
@@ -76,6 +77,7 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     optimizer = make_optimizer(config, model)
     if run.checkpoint is not None:
         restore(run.checkpoint, model, optimizer, world, config.run.seed)
+    begin_step(model, max(1, progress.step))
     check_same_weights(world, list(optimizer.tensors().values()))
     prepare_execution(config, plan, model)
 
@@ -127,6 +129,8 @@ def train(job: Job, stop: StopRequest) -> int:
             if totals.stop:
                 break
             progress.step += 1
+            for change in begin_step(job.model, progress.step):
+                status.router_change(job, change)
             if totals.targets:
                 result = train_step(
                     job.model,

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.transformer import Decoder
+from moe import Router
+from moe.control import routers_of
 
 Kind = Literal["embedding", "norm", "bias", "router", "expert", "attention", "mlp", "head"]
 
@@ -55,15 +57,23 @@ def build_model(
     reset_buffers(model)
     if seed is not None:
         init_weights(model, seed)
+        start_routers(model)
     return model
 
 
 def reset_buffers(model: Decoder) -> None:
-    """Zero the selection biases of the routers."""
-    for name, buffer in model.named_buffers():
-        if not name.endswith("router.selection_bias"):
-            raise AssertionError(f"unknown buffer {name}: say here how it starts")
-        buffer.zero_()
+    """Put the state of the routers to its start values; nothing else may have buffers."""
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            module.reset_state()
+        elif any(True for _ in module.buffers(recurse=False)):
+            raise AssertionError(f"{name} has buffers: say here how they start")
+
+
+def start_routers(model: Decoder) -> None:
+    """What the routers derive from their weights; after these were drawn or loaded."""
+    for router in routers_of(model):
+        router.start_state()
 
 
 @torch.no_grad()

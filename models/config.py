@@ -270,6 +270,11 @@ class ModelConfig(BaseModel):
         return bool(self.attention_bias) and self.family != "glm4_moe"
 
     @property
+    def has_selection_bias(self) -> bool:
+        """Whether the family adds a bias to the scores for the selection of experts."""
+        return self.family == "glm4_moe"
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The end-of-text tokens; empty when none is known."""
         ids = self.eos_token_id
@@ -294,29 +299,30 @@ class ModelConfig(BaseModel):
     def moe_config(self, layer: int, **options: Any) -> MoEConfig | None:
         """Config of layer `layer`'s experts and router, or None for a dense layer.
 
-        `options`: fields of MoEConfig that are no architecture (kernels, save, rounding ...).
+        `options`: fields of MoEConfig that are no architecture (kernels, save, rounding ...); one
+        that is, say `selection_bias`, makes a layer that the family does not have.
         """
         from moe.layer import MoEConfig
 
         if not self.is_moe_layer(layer):
             return None
         glm = self.family == "glm4_moe"
-        return MoEConfig(
-            hidden_size=self.hidden_size,
-            expert_size=self.expert_size,
-            num_experts=self.num_experts,
-            num_experts_per_tok=self.num_experts_per_tok,
-            score="sigmoid" if glm else "softmax",
-            norm="topk_sum" if self.norm_topk_prob else "none",
-            route_scale=self.routed_scaling_factor if glm else 1.0,
-            selection_bias=glm,
-            groups=self.n_group if glm else 1,
-            groups_kept=self.topk_group if glm else 1,
-            shared_expert_size=self.expert_size * self.n_shared_experts if glm else 0,
-            activation="swiglu",
-            init_std=self.initializer_range,
-            **options,
-        )
+        fields = {
+            "hidden_size": self.hidden_size,
+            "expert_size": self.expert_size,
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "score": "sigmoid" if glm else "softmax",
+            "norm": "topk_sum" if self.norm_topk_prob else "none",
+            "route_scale": self.routed_scaling_factor if glm else 1.0,
+            "selection_bias": self.has_selection_bias,
+            "groups": self.n_group if glm else 1,
+            "groups_kept": self.topk_group if glm else 1,
+            "shared_expert_size": self.expert_size * self.n_shared_experts if glm else 0,
+            "activation": "swiglu",
+            "init_std": self.initializer_range,
+        }
+        return MoEConfig(**{**fields, **options})
 
     # ------------------------------------------------------------------ config.json
 

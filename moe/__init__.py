@@ -6,6 +6,7 @@ here imports them.
 """
 
 from moe.balance import attach_loss, auxiliary_loss, balance_loss, sequence_loss, z_loss
+from moe.control import RouterControl, begin_step, needs_update, update_routers
 from moe.layer import MoE, MoEConfig
 from moe.metrics import RouterStats, layer_metrics, model_metrics, to_host
 from moe.router import Router
@@ -17,15 +18,19 @@ __all__ = [
     "MoE",
     "MoEConfig",
     "Router",
+    "RouterControl",
     "RouterStats",
     "Routing",
     "RoutingTrace",
     "attach_loss",
     "auxiliary_loss",
     "balance_loss",
+    "begin_step",
     "layer_metrics",
     "model_metrics",
+    "needs_update",
     "sequence_loss",
     "to_host",
+    "update_routers",
     "z_loss",
 ]

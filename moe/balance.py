@@ -18,12 +18,15 @@ Shape letters: L layers, E experts. Values have the leading shape of the statist
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from moe.metrics import RouterStats
 
 
@@ -96,6 +99,43 @@ def sequence_sum(prob_TE: Tensor, expert_TK: Tensor, sequences: int) -> Tensor:
     fraction_BE = load_fractions(counts.view(sequences, experts)).to(prob_TE.dtype)
     prob_sum_BE = prob_TE.view(sequences, -1, experts).sum(dim=1)
     return experts * (fraction_BE * prob_sum_BE).sum()
+
+
+@torch.no_grad()
+def quantiles(
+    score_TE: Tensor, key_TE: Tensor, k: int, targets: Sequence[float] | None = None
+) -> Tensor:
+    """Per expert the excess score that exactly the wanted number of tokens has; [E].
+
+    With a_t the (k + 1)-th largest key of token t, expert e would get token t if its score were
+    above a_t. So minus the (q + 1)-th largest s_te - a_t over the tokens is the bias with which
+    about q tokens choose e: with q = tokens * k / E for all experts the load is balanced (quantile
+    balancing: Su, kexue.fm 11619 and 11626; marin-community/marin#5502).
+
+    Args:
+        score_TE: scores without bias, -inf where an expert cannot be chosen or a token is no token.
+        key_TE: the keys that chose: score plus bias, -inf likewise.
+        k: experts per token, below E.
+        targets: wanted share of the load per expert, up to a factor; None: the same for all.
+    """
+    tokens, experts = score_TE.shape
+    if not tokens:
+        return score_TE.new_zeros(experts)
+    rival_T1 = torch.topk(key_TE, k + 1, dim=1, sorted=True).values[:, k:]
+    # a token with k usable experts or fewer has no choice, and says nothing
+    counts_TE = (rival_T1 > -math.inf) & (key_TE > -math.inf)
+    excess_TE = torch.where(counts_TE, score_TE - rival_T1, -math.inf)
+    wanted_E = torch.full((experts,), k / experts, dtype=torch.float64, device=score_TE.device)
+    if targets is not None:
+        for expert, share in enumerate(targets):
+            wanted_E[expert] = k * share / sum(targets)
+    place_E = torch.round((rival_T1 > -math.inf).sum() * wanted_E).long().clamp(max=tokens - 1)
+    ranked_TE = torch.sort(excess_TE, dim=0, descending=True).values
+    found_E = ranked_TE.gather(0, place_E[None])[0]
+    # fewer tokens than wanted may choose it at all: the lowest excess there is lets all of them in
+    lowest_E = torch.where(counts_TE, excess_TE, math.inf).amin(dim=0)
+    lowest_E = torch.where(lowest_E < math.inf, lowest_E, lowest_E.amin().clamp(max=0))
+    return torch.where(found_E > -math.inf, found_E, lowest_E)
 
 
 def z_loss(stats: RouterStats) -> Tensor:

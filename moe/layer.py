@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.balance import sequence_sum
+from moe.balance import quantiles, sequence_sum
+from moe.control import RouterControl
 from moe.experts import SAVE, experts
 from moe.kernels._triton import BACKENDS
 from moe.kernels.activations import activation_width
 from moe.kernels.topk_gating import Gating
 from moe.metrics import RouterStats
 from moe.rounding import RoundingConfig, round_tokens
-from moe.router import Router, check_router, probabilities
+from moe.router import Router, check_router, probabilities, selection_keys
 from moe.routing import Routing
 
 # (layer, logits_TE, gating, routing) -> (gating, routing); how a trace reads and replaces a choice
@@ -66,6 +67,8 @@ class MoEConfig:
     """Round each expert's tokens to whole tiles while training; evaluation is plain top-K."""
     sequence_stats: bool = False
     """Measure the balance of each sequence too, for `moe.balance.sequence_loss`."""
+    control: RouterControl = field(default_factory=RouterControl)
+    """State of the router and how it changes between steps; see `moe.control`."""
     kernels: str = "auto"
     """auto | triton | reference; auto takes what is fastest on the tensors' device."""
     save: str = "h"
@@ -209,13 +212,15 @@ class MoE(nn.Module):
             x_TD = torch.where(valid_T[:, None], x_TD, 0.0)
 
         logits_TE = self.router.logits(x_TD)
-        gating, routing = self._route(logits_TE, valid_T)
+        select_TE = self.router.selection_logits(x_TD, logits_TE)
+        gating, routing = self._route(logits_TE, valid_T, select_TE)
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
         y_TD = self.compute(x_TD, routing)
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
-        stats = self._stats(logits_TE, gating, routing, valid_T, sequences)
+        select_TE = logits_TE if select_TE is None else select_TE
+        stats = self._stats(logits_TE, select_TE, gating, routing, valid_T, sequences)
         return y_TD.view(x.shape), stats
 
     def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -231,10 +236,12 @@ class MoE(nn.Module):
         )
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
 
-    def _route(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Gating, Routing]:
+    def _route(
+        self, logits_TE: Tensor, valid_T: Tensor | None, select_TE: Tensor | None
+    ) -> tuple[Gating, Routing]:
         c = self.config
         if self.training and c.rounding is not None:
-            gating = self.router.choose(logits_TE, valid_T)
+            gating = self.router.choose(logits_TE, valid_T, select_TE)
             routing = round_tokens(
                 logits_TE,
                 gating,
@@ -245,7 +252,7 @@ class MoE(nn.Module):
                 backend=c.kernels,
             )
             return gating, routing
-        gating, meta = self.router.choose_and_sort(logits_TE, valid_T)
+        gating, meta = self.router.choose_and_sort(logits_TE, valid_T, select_TE)
         return gating, Routing.from_topk(
             gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels, meta
         )
@@ -253,6 +260,7 @@ class MoE(nn.Module):
     def _stats(
         self,
         logits_TE: Tensor,
+        select_TE: Tensor,
         gating: Gating,
         routing: Routing,
         valid_T: Tensor | None,
@@ -270,6 +278,11 @@ class MoE(nn.Module):
                 tokens = gating.lse_T.new_full((), logits_TE.shape[0])
             else:
                 tokens = valid_T.sum(dtype=gating.lse_T.dtype)
+            quantile_E = None
+            if self.training and self.config.control.bias_update == "quantile":
+                keys = selection_keys(select_TE, self.config, self.router.selection_bias, valid_T)
+                targets = self.config.control.bias_targets
+                quantile_E = tokens * quantiles(*keys, self.router.k, targets)
         return RouterStats(
             counts_E=gating.counts_E,
             prob_sum_E=gating.prob_sum_E,
@@ -279,6 +292,7 @@ class MoE(nn.Module):
             tokens=tokens,
             nonfinite=gating.nonfinite,
             rows_E=routing.counts_E,
+            quantile_sum_E=quantile_E,
         )
 
     def extra_repr(self) -> str:

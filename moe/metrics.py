@@ -39,10 +39,13 @@ class RouterStats(NamedTuple):
     tokens: Tensor  # fp32: number of valid tokens
     nonfinite: Tensor  # int32: tokens whose logits held NaN or +inf, or too few usable experts
     rows_E: Tensor  # int32: rows that each expert computes, after rounding
+    # None where the layer does not measure it:
+    quantile_sum_E: Tensor | None = None  # fp32: tokens * thresholds of `moe.balance.quantiles`
 
     @classmethod
     def stack(cls, stats: Sequence[RouterStats]) -> RouterStats:
-        """Statistics of several layers, with a leading layer axis.
+        """Statistics of several layers, with a leading layer axis; what only some layers measure
+        is 0 for the others.
 
         Raises:
             ValueError: no layers, or layers with different numbers of experts.
@@ -52,14 +55,25 @@ class RouterStats(NamedTuple):
         widths = {one.counts_E.shape[-1] for one in stats}
         if len(widths) > 1:
             raise ValueError(f"layers have different numbers of experts: {sorted(widths)}")
-        return cls(*(torch.stack(field) for field in zip(*stats)))
+        return cls(*(_stack(field) for field in zip(*stats)))
 
     def plus(self, other: RouterStats) -> RouterStats:
         """Statistics of two batches together."""
-        return RouterStats(*(a + b for a, b in zip(self, other)))
+        return RouterStats(*(None if a is None else a + b for a, b in zip(self, other)))
+
+    def measured(self) -> dict[str, Tensor]:
+        """The fields that are there, by name."""
+        return {name: field for name, field in self._asdict().items() if field is not None}
 
     def detach(self) -> RouterStats:
-        return RouterStats(*(field.detach() for field in self))
+        return RouterStats(*(None if field is None else field.detach() for field in self))
+
+
+def _stack(fields: Sequence[Tensor | None]) -> Tensor | None:
+    some = next((field for field in fields if field is not None), None)
+    if some is None:
+        return None
+    return torch.stack([torch.zeros_like(some) if field is None else field for field in fields])
 
 
 def layer_metrics(stats: RouterStats, tile_rows: int = 128) -> dict[str, Tensor]:

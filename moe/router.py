@@ -19,10 +19,19 @@ from torch import Tensor, nn
 
 from moe.kernels.router_logits import router_logits
 from moe.kernels.routing_metadata import RoutingMetadata
-from moe.kernels.topk_gating import NORMS, SCORES, Gating, topk_gating, topk_routing
+from moe.kernels.topk_gating import (
+    GROUP_FLOOR,
+    NORMS,
+    SCORES,
+    Gating,
+    _scores,
+    sanitised,
+    topk_gating,
+    topk_routing,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from moe.layer import MoEConfig
 
@@ -41,8 +50,8 @@ def gates_at(
         score, norm, scale: as in `topk_gating`.
     """
     index_TK = expert_TK.clamp(min=0).long()
-    none_TK = expert_TK < 0
     picked_TK = logits_TE.gather(1, index_TK)
+    none_TK = (expert_TK < 0) | (picked_TK == -math.inf)
     if norm == "softmax_topk" or (norm == "topk_sum" and score == "softmax"):
         masked_TK = picked_TK.masked_fill(none_TK & ~none_TK.all(dim=1, keepdim=True), -math.inf)
         gate_TK = torch.softmax(masked_TK, dim=1)
@@ -80,13 +89,52 @@ def probabilities(logits_TE: Tensor, score: str, valid_T: Tensor | None = None) 
     return torch.where(use_T[:, None], prob_TE, 0.0)
 
 
+def kept_groups(key_TE: Tensor, groups: int, groups_kept: int, top: int) -> Tensor:
+    """bool [T, E]: experts of the groups that `topk_gating` lets a token choose from."""
+    T, E = key_TE.shape
+    member = key_TE.clamp(min=GROUP_FLOOR).view(T, groups, E // groups)
+    total = torch.topk(member, top, dim=-1).values.sum(dim=-1)
+    order = torch.sort(total + 0.0, dim=-1, descending=True, stable=True).indices
+    keep = torch.zeros_like(total, dtype=torch.bool)
+    keep = keep.scatter(1, order[:, :groups_kept], torch.ones_like(keep))
+    return keep.repeat_interleave(E // groups, dim=1)
+
+
+def selection_keys(
+    logits_TE: Tensor, config: MoEConfig, bias_E: Tensor, valid_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scores and biased scores [T, E], without gradient; -inf where an expert cannot be chosen."""
+    with torch.no_grad():
+        z_TE = sanitised(logits_TE.detach())
+        usable_TE = z_TE > -math.inf
+        if valid_T is not None:
+            usable_TE = usable_TE & valid_T[:, None]
+        # a row without any usable expert: zeros instead of a softmax over -inf
+        hopeless_T1 = ~usable_TE.any(dim=1, keepdim=True)
+        if config.score != "softmax":
+            hopeless_T1 = ~usable_TE  # these scores are elementwise and want finite logits
+        score_TE = _scores(torch.where(hopeless_T1, 0.0, z_TE), config.score)
+        score_TE = torch.where(usable_TE, score_TE, -math.inf)
+        key_TE = score_TE + bias_E
+        if config.groups_kept < config.groups:
+            kept_TE = kept_groups(key_TE, config.groups, config.groups_kept, config.group_top)
+            key_TE = key_TE.masked_fill(~kept_TE, -math.inf)
+        return score_TE, key_TE
+
+
 class Router(nn.Module):
     """Scores every expert for every token and chooses K.
 
+    State without gradient lies in float32 buffers, saved in checkpoints. No forward changes them;
+    `moe.control.update_routers` does, once per optimizer step.
+
     Attributes:
         weight: parameter [E, D], float32.
-        selection_bias: buffer [E], float32, or None; added to the scores for the selection alone,
-            saved in checkpoints, without gradient. Nothing in a forward changes it.
+        selection_bias: buffer [E] or None; added to the scores for the selection alone.
+        load_E: buffer [E] or None; tokens per expert in the last step (`control.keep_load`).
+        weight_ema: buffer [E, D] or None; average of the weight (`control.ema`).
+        k: experts per token now.
+        select_by_ema: whether `weight_ema` selects the experts now.
     """
 
     def __init__(self, config: MoEConfig, device: torch.device | str | None = None) -> None:
@@ -98,17 +146,48 @@ class Router(nn.Module):
             config.num_experts, config.hidden_size, dtype=torch.float32, device=device
         )
         self.weight = nn.Parameter(weight_ED)
-        bias_E = None
-        if config.selection_bias:
-            bias_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
-        self.register_buffer("selection_bias", bias_E)
+        control, experts = config.control, config.num_experts
+        self._starts: dict[str, float] = {}
+        self.add_state("selection_bias", (experts,) if config.selection_bias else None, device)
+        self.add_state("load_E", (experts,) if control.keep_load else None, device)
+        self.add_state("weight_ema", None if control.ema is None else weight_ED.shape, device)
+        # What follows from the number of the step; set by `moe.control.begin_step`.
+        self.k = config.num_experts_per_tok
+        self.select_by_ema = control.ema is not None
         self.reset_parameters()
+
+    def add_state(
+        self,
+        name: str,
+        shape: Sequence[int] | None,
+        device: torch.device | str | None = None,
+        start: float = 0.0,
+    ) -> None:
+        """A float32 buffer that is saved, moved but never cast down, and starts as `start`; None
+        if there is no shape."""
+        buffer = None
+        if shape is not None:
+            buffer = torch.full(tuple(shape), start, dtype=torch.float32, device=device)
+            self._starts[name] = start
+        self.register_buffer(name, buffer)
 
     def reset_parameters(self) -> None:
         std = self.config.router_init_std
         nn.init.normal_(self.weight, std=self.config.init_std if std is None else std)
-        if self.selection_bias is not None:
-            nn.init.zeros_(self.selection_bias)
+        self.reset_state()
+        self.start_state()
+
+    @torch.no_grad()
+    def reset_state(self) -> None:
+        """Put every buffer back to its start value."""
+        for name, start in self._starts.items():
+            getattr(self, name).fill_(start)
+
+    @torch.no_grad()
+    def start_state(self) -> None:
+        """Set the buffers that start from the weight; call it once weights are drawn or loaded."""
+        if self.weight_ema is not None:
+            self.weight_ema.copy_(self.weight)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """float32 [T, E] (float64 for a float64 router) from x_TD of any float dtype."""
@@ -119,17 +198,56 @@ class Router(nn.Module):
             )
         return router_logits(x_TD, self.weight, self.config.kernels)
 
-    def choose(self, logits_TE: Tensor, valid_T: Tensor | None = None) -> Gating:
-        """Experts, gates and statistics of [T, E] logits; see `moe.kernels.topk_gating`."""
-        k = self.config.num_experts_per_tok
-        return topk_gating(logits_TE, k, valid_T=valid_T, **self._form())
+    def selection_logits(self, x_TD: Tensor, logits_TE: Tensor) -> Tensor | None:
+        """What the experts are chosen by, where it is not `logits_TE`; [T, E] without gradient."""
+        if not self.select_by_ema:
+            return None
+        with torch.no_grad():
+            return router_logits(x_TD.detach(), self.weight_ema, self.config.kernels)
+
+    def choose(
+        self,
+        logits_TE: Tensor,
+        valid_T: Tensor | None = None,
+        select_TE: Tensor | None = None,
+    ) -> Gating:
+        """Experts, gates and statistics of [T, E] logits; see `moe.kernels.topk_gating`.
+
+        Args:
+            select_TE: logits that choose the experts in place of `logits_TE`, which then gives
+                gates, probabilities and logsumexp alone.
+        """
+        gating = topk_gating(logits_TE, self.k, valid_T=valid_T, **self._form())
+        if select_TE is None:
+            return gating
+        with torch.no_grad():
+            chosen = topk_gating(select_TE, self.k, valid_T=valid_T, **self._form())
+        return self._regated(logits_TE, gating, chosen)
 
     def choose_and_sort(
-        self, logits_TE: Tensor, valid_T: Tensor | None = None
+        self,
+        logits_TE: Tensor,
+        valid_T: Tensor | None = None,
+        select_TE: Tensor | None = None,
     ) -> tuple[Gating, RoutingMetadata]:
         """`choose`, and the choice sorted by expert, in fewer launches than one after the other."""
-        k = self.config.num_experts_per_tok
-        return topk_routing(logits_TE, k, valid_T=valid_T, **self._form())
+        if select_TE is None:
+            return topk_routing(logits_TE, self.k, valid_T=valid_T, **self._form())
+        gating = topk_gating(logits_TE, self.k, valid_T=valid_T, **self._form())
+        with torch.no_grad():
+            chosen, meta = topk_routing(select_TE, self.k, valid_T=valid_T, **self._form())
+        return self._regated(logits_TE, gating, chosen), meta
+
+    def _regated(self, logits_TE: Tensor, gating: Gating, chosen: Gating) -> Gating:
+        """`gating` with the experts of `chosen`, whose gates come from `logits_TE`."""
+        c = self.config
+        gate_TK = gates_at(sanitised(logits_TE), chosen.expert_TK, c.score, c.norm, c.route_scale)
+        return gating._replace(
+            expert_TK=chosen.expert_TK,
+            gate_TK=gate_TK,
+            counts_E=chosen.counts_E,
+            nonfinite=torch.maximum(gating.nonfinite, chosen.nonfinite),
+        )
 
     def _form(self) -> dict[str, Any]:
         config = self.config
@@ -145,7 +263,8 @@ class Router(nn.Module):
         }
 
     def forward(self, x_TD: Tensor, valid_T: Tensor | None = None) -> Gating:
-        return self.choose(self.logits(x_TD), valid_T)
+        logits_TE = self.logits(x_TD)
+        return self.choose(logits_TE, valid_T, self.selection_logits(x_TD, logits_TE))
 
     def extra_repr(self) -> str:
         c = self.config
@@ -165,7 +284,7 @@ class Router(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # load_state_dict(assign=True) would put a checkpoint's bf16 tensor in the parameter's place
-        for name in ("weight", "selection_bias"):
+        for name in ("weight", *self._starts):
             tensor = state_dict.get(prefix + name)
             if isinstance(tensor, Tensor) and _narrow(tensor):
                 state_dict[prefix + name] = tensor.float()
@@ -206,6 +325,7 @@ def check_router(config: MoEConfig) -> None:
         )
     if not (math.isfinite(config.route_scale) and config.route_scale > 0):
         raise ValueError(f"route_scale={config.route_scale} must be a finite number above 0")
+    _check_bias_update(config)
     groups, kept = config.groups, config.groups_kept
     if groups < 1 or experts % groups:
         raise ValueError(f"groups={groups} must be at least 1 and divide num_experts={experts}")
@@ -220,4 +340,30 @@ def check_router(config: MoEConfig) -> None:
     if kept < groups and not 1 <= config.group_top <= size:
         raise ValueError(
             f"group_top={config.group_top} must be between 1 and the {size} experts of a group"
+        )
+
+
+def _check_bias_update(config: MoEConfig) -> None:
+    control, experts = config.control, config.num_experts
+    if control.bias_update == "none":
+        return
+    if not config.selection_bias:
+        raise ValueError(
+            f"control.bias_update={control.bias_update!r} has no bias to update; it needs "
+            "selection_bias=True"
+        )
+    choice = experts // config.groups * config.groups_kept
+    if choice <= config.num_experts_per_tok:
+        raise ValueError(
+            f"control.bias_update={control.bias_update!r} cannot balance anything: every token "
+            f"takes all {choice} experts that it may choose from; allowed: 'none'"
+        )
+    targets = control.bias_targets
+    if targets is not None and len(targets) != experts:
+        raise ValueError(f"control.bias_targets has {len(targets)} values for {experts} experts")
+    if targets is not None and max(targets) * config.num_experts_per_tok > sum(targets):
+        raise ValueError(
+            f"control.bias_targets asks for more tokens of an expert than there are: its share "
+            f"may be at most 1/{config.num_experts_per_tok} of the sum, got "
+            f"{max(targets) / sum(targets):.3g}"
         )

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from models.build import build_model, parameter_kinds
+from models.build import build_model, parameter_kinds, start_routers
 from models.execution import apply_checkpointing, compile_blocks
+from moe.control import RouterControl
 from moe.rounding import RoundingConfig
 from parallel import World
 from training.checkpoint import Snapshot, load_tensors, read_rng, read_state
@@ -65,6 +66,17 @@ def rounding(router: RouterConfig) -> RoundingConfig | None:
     )
 
 
+def router_control(router: RouterConfig) -> RouterControl:
+    """The state of the routers and how it changes between steps."""
+    return RouterControl(
+        bias_update=router.bias_update,
+        bias_rate=router.bias_rate,
+        bias_ema=router.bias_ema,
+        bias_freeze_at=router.bias_freeze_at,
+        keep_load=router.balance_coef > 0 and router.balance_scope == "lagged",
+    )
+
+
 def make_model(
     config: Config, architecture: ModelConfig, plan: Plan, device: torch.device, resumed: bool
 ) -> Decoder:
@@ -75,12 +87,16 @@ def make_model(
         kernels=config.model.kernels,
         save=config.model.save,
         rounding=rounding(config.router),
+        control=router_control(config.router),
+        selection_bias=architecture.has_selection_bias or config.router.bias_update != "none",
+        sequence_stats=config.router.balance_coef > 0 and config.router.balance_scope == "sequence",
         dtype=DTYPES[plan.dtype],
         device=device,
         seed=None if resumed or start else config.run.seed,
     )
     if start and not resumed:
         load_initial_weights(model, start)
+        start_routers(model)
     return model.train()
 
 

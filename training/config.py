@@ -32,7 +32,7 @@ from pydantic import (
 
 from models.config import ModelConfig, read_config_json
 from models.config_hf import fields_from_hf
-from training.config_checks import check_combinations, refuse_useless
+from training.config_checks import check_combinations, refuse_useless, router_defaults
 from training.config_load import (
     ConfigError,
     apply_overrides,
@@ -167,12 +167,26 @@ def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:
 
 
 class RouterConfig(Section):
-    """Losses on the router and token rounding."""
+    """How tokens are spread over experts, and token rounding. docs/routing.md says when to touch
+    what."""
 
-    balance_coef: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of the load-balance loss, mean over layers; a balanced layer has the value 1."""
-    balance_scope: Literal["micro", "global"] = "micro"
-    """Tokens over which loads are compared: each rank's micro-batch, or the whole step's."""
+    balance_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the load-balance loss, mean over layers; a balanced layer has the value 1. Empty:
+    0.01, or 0 where a `router.bias_update` balances."""
+    balance_scope: Literal["global", "lagged", "micro", "sequence"] = "global"
+    """Load that the balance loss compares with: the whole step's over all ranks and micro-batches
+    (global; with several micro-batches they are counted in a pass of their own first, a third more
+    arithmetic), that of the step before (lagged, free), each rank's micro-batch's, or each row's of
+    `data.seq_len` tokens (sequence)."""
+    bias_update: Literal["none", "sign", "proportional", "rms", "quantile"] | None = None
+    """How the selection bias follows the load after every step, see moe/control.py. Empty: quantile
+    where the family has such a bias (glm4_moe), none elsewhere."""
+    bias_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Step of the rules sign, proportional and rms."""
+    bias_ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the old bias that the rule quantile keeps."""
+    bias_freeze_at: Positive | None = None
+    """From this step on the selection bias stays as it is; empty: never."""
     z_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the router z-loss (squared log-sum-exp of the logits)."""
     rounding: Literal[
@@ -323,6 +337,12 @@ class Config(Section):
         model["hf_config"] = None  # all that it gave is spelled out
         values["model"] = {**model.pop("config"), **model}
         return values
+
+    @model_validator(mode="after")
+    def _defaults_by_family(self) -> Config:
+        router = self.router.model_copy(update=router_defaults(self))
+        object.__setattr__(self, "router", router)
+        return self
 
     @model_validator(mode="after")
     def _no_useless_settings(self) -> Config:

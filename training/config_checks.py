@@ -12,6 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from training.config import Config
 
+
+def router_defaults(config: Config) -> dict[str, Any]:
+    """Values of the router's fields that are empty: by what the family can express."""
+    router = config.router
+    update = router.bias_update
+    if update is None:
+        has_bias = config.model.config.has_selection_bias and config.model.config.moe_layers
+        update = "quantile" if has_bias else "none"
+    coef = router.balance_coef
+    if coef is None:
+        coef = 0.01 if update == "none" else 0.0
+    return {"bias_update": update, "balance_coef": coef}
+
+
 # (in what circumstance they do nothing, whether it holds, the settings)
 _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     (
@@ -30,6 +44,21 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         "while router.balance_coef=0",
         lambda c: c.router.balance_coef == 0,
         ("router.balance_scope",),
+    ),
+    (
+        "while router.bias_update=none",
+        lambda c: c.router.bias_update == "none",
+        ("router.bias_rate", "router.bias_ema", "router.bias_freeze_at"),
+    ),
+    (
+        "with router.bias_update=quantile, which has no rate",
+        lambda c: c.router.bias_update == "quantile",
+        ("router.bias_rate",),
+    ),
+    (
+        "with another router.bias_update than quantile",
+        lambda c: c.router.bias_update != "quantile",
+        ("router.bias_ema",),
     ),
     (
         "with optim.schedule=constant",
@@ -96,6 +125,11 @@ def check_combinations(config: Config) -> None:
     if train.steps is not None and optim.warmup_steps >= train.steps:
         raise ValueError(
             f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
+        )
+    if config.router.bias_update != "none" and not model.has_selection_bias:
+        raise ValueError(
+            f"router.bias_update={config.router.bias_update!r} needs a selection bias, which the "
+            f"family {model.family} has not; allowed: none"
         )
     if config.router.rounding != "none":
         _check_rounding(config)

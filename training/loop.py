@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe.balance import attach_loss, auxiliary_loss, balance_loss, z_loss
+from moe.balance import attach_loss, auxiliary_loss, balance_loss, sequence_loss, z_loss
+from moe.control import needs_update, routers_of, update_routers
 from moe.metrics import RouterStats, layer_metrics, model_metrics, pack, to_host
 from parallel import World, agree, gather, sum_
+from training.device import untouched_rng
 from training.optim import TERMS, MasterAdamW, Outcome
 
 if TYPE_CHECKING:
@@ -97,8 +99,9 @@ def train_step(
     """
     optimizer.zero_grad()
     stats: RouterStats | None = None
+    batches = [batch.to(device, non_blocking=True) for batch in batches]
+    load_LE = load_before(model, batches, router.balance_scope, world)
     for number, batch in enumerate(batches, 1):
-        batch = batch.to(device, non_blocking=True)
         with optimizer.micro_batch(last=number == len(batches)):
             out = model(
                 batch.tokens_BL,
@@ -112,7 +115,8 @@ def train_step(
             if out.router is not None:
                 seen = out.router.detach()
                 stats = seen if stats is None else stats.plus(seen)
-                load_LE = _load(world, router.balance_scope, seen, stats)
+                if router.balance_scope == "global" and load_LE is None:
+                    load_LE = sum_(world, seen.counts_E.clone())
                 auxiliary, values = router_losses(out.router, totals.tokens, router, load_LE)
                 loss = attach_loss(loss, auxiliary)
                 terms += values
@@ -122,6 +126,10 @@ def train_step(
         optimizer.terms[: len(terms)] += torch.stack(terms).detach()
     sum_(world, optimizer.gradient)
     outcome = optimizer.step(lr)
+    if stats is not None and needs_update(model):
+        flat, unpack = pack(stats)
+        total = unpack(sum_(world, flat))
+        update_routers(model, total, step=step, applied=1 - outcome.skipped)
     return StepResult(
         step=step,
         lr=lr,
@@ -132,18 +140,6 @@ def train_step(
     )
 
 
-def _load(world: World, scope: str, seen: RouterStats, so_far: RouterStats) -> Tensor | None:
-    """Tokens per expert that the balance loss compares with; None: the micro-batch's own.
-
-    global: all processes and all micro-batches of the step up to this one, as the later ones are
-        not known yet (arXiv 2501.11873 and Megatron-LM do the same). So with one micro-batch a step
-        the loss does not depend on the number of processes, and with several it is a running mean.
-    """
-    if scope == "micro":
-        return None
-    return sum_(world, so_far.counts_E.clone())
-
-
 def router_losses(
     stats: RouterStats, step_tokens: int, router: RouterConfig, load_LE: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
@@ -152,19 +148,53 @@ def router_losses(
     The coefficients weigh means over layers, so a deeper model is not balanced harder.
     """
     layers = stats.tokens.shape[0]
+    by_sequence = router.balance_scope == "sequence"
+    coef = router.balance_coef / layers
     auxiliary = auxiliary_loss(
         stats,
         step_tokens=step_tokens,
-        balance_coef=router.balance_coef / layers,
+        balance_coef=0.0 if by_sequence else coef,
+        sequence_coef=coef if by_sequence else 0.0,
         z_coef=router.z_coef / layers,
         counts_E=load_LE,
     )
     with torch.no_grad():
+        balance_L = sequence_loss(stats) if by_sequence else balance_loss(stats, load_LE)
         share_L = stats.tokens / step_tokens / layers
-        values = [
-            (share_L * value).sum() for value in (balance_loss(stats, load_LE), z_loss(stats))
-        ]
+        values = [(share_L * value_L).sum() for value_L in (balance_L, z_loss(stats))]
     return auxiliary, values
+
+
+def load_before(
+    model: Decoder, batches: Sequence[Batch], scope: str, world: World
+) -> Tensor | None:
+    """Tokens per expert that the balance loss compares with, [L, E], where they are known or found
+    before the step; None: those of each micro-batch, or of the one there is.
+
+    global: the load of the whole step enters the loss of its first micro-batch already, so with
+        several of them they all go through the model once more beforehand, without gradient: a
+        third more arithmetic, for a loss that no layout and no accumulation changes.
+    lagged: the load of the last step, which costs nothing (and is as independent of the layout).
+    """
+    if scope == "lagged":
+        loads = [router.load_E for router in routers_of(model)]
+        return torch.stack(loads) if loads else None
+    if scope != "global" or len(batches) == 1:
+        return None
+    counts_LE = None
+    with torch.no_grad(), untouched_rng():
+        for batch in batches:
+            out = model(
+                batch.tokens_BL,
+                positions_BL=batch.positions_BL,
+                documents=batch.documents,
+                valid_BL=batch.valid_BL,
+            )
+            if out.router is None:
+                return None
+            seen = out.router.counts_E
+            counts_LE = seen if counts_LE is None else counts_LE + seen
+    return sum_(world, counts_LE)
 
 
 @dataclass

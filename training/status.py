@@ -52,6 +52,14 @@ def due(config: Config, step: int, steps: int) -> Due:
     return Due(log, evaluate, save)
 
 
+_SCOPES = {
+    "global": "the whole step",
+    "lagged": "the step before",
+    "micro": "each process's micro-batch",
+    "sequence": "each row",
+}
+
+
 # --- the start ----------------------------------------------------------------------------------
 
 
@@ -89,11 +97,18 @@ def start(job: Job) -> None:
     experts = pick_backend(config.model.kernels, probe, available=BACKENDS)
     log.say(f"kernels: experts {experts}, loss {loss_backend(probe)}")
     if job.model.config.moe_layers and config.router.balance_coef:
-        scope = {"micro": "each process's micro-batch", "global": "the whole step"}
         log.say(
-            f"balance loss: weight {config.router.balance_coef:g}, loads compared over "
-            f"{scope[config.router.balance_scope]}"
+            f"balance loss: weight {config.router.balance_coef:g}, compared with the load of "
+            f"{_SCOPES[config.router.balance_scope]}"
         )
+        if config.router.balance_scope == "global" and plan.accumulation > 1:
+            log.say(
+                f"  a step's {plan.accumulation} micro-batches per process are counted in a "
+                "forward pass of their own first: a third more arithmetic; "
+                "router.balance_scope=lagged is free"
+            )
+    if job.model.config.moe_layers and config.router.bias_update != "none":
+        log.say(f"selection bias: updated after every step, rule {config.router.bias_update}")
     placement = f"replicated x{plan.world_size}" if plan.world_size > 1 else str(job.device)
     log.table("parameters", group_table(job.optimizer.groups, config.optim.lr, placement))
     step = job.progress.step
@@ -161,6 +176,12 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
             f"optim.on_nonfinite=stop; the batch's rows are in {job.run.folder / 'events.jsonl'}"
         )
     return metrics
+
+
+def router_change(job: Job, change: str) -> None:
+    """Something about routing is another from this step on."""
+    step = job.progress.step
+    job.log.event("router_change", f"step {step}: {change}", step=step)
 
 
 def empty_step(job: Job) -> None:

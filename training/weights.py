@@ -59,8 +59,12 @@ def load_initial_weights(model: Decoder, path: str | Path) -> None:
         load_weights(model, path)
         return
     tensors = CheckpointTensors(resolve(path))
-    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    missing, unknown = sorted(set(targets) - set(tensors)), sorted(set(tensors) - set(targets))
+    buffers = dict(model.named_buffers())
+    targets = {**dict(model.named_parameters()), **buffers}
+    # Routers may keep other state between steps than those that the weights were trained with.
+    missing = sorted(set(targets) - set(tensors) - set(buffers))
+    unknown = sorted(name for name in set(tensors) - set(targets) if ".router." not in name)
+    targets = {name: target for name, target in targets.items() if name in tensors}
     if missing or unknown:
         raise ValueError(f"{path} does not fit the model: missing {missing}, unknown {unknown}")
     for name, target in targets.items():

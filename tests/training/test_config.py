@@ -116,7 +116,7 @@ MISTAKES = [
     # settings that another setting makes useless
     ("router.rounding_tile=64", "router.rounding_tile=64 has no effect while router.rounding=none"),
     ("router.rounding_protect_top1=true", "has no effect while router.rounding=none"),
-    ("router.balance_coef=0 router.balance_scope=global", "no effect while router.balance_coef=0"),
+    ("router.balance_coef=0 router.balance_scope=micro", "no effect while router.balance_coef=0"),
     ("optim.schedule=constant optim.min_lr_ratio=0.1", "with optim.schedule=constant"),
     ("optim.schedule=cosine optim.decay_fraction=0.5", "with optim.schedule=cosine"),
     ("checkpoint.every_steps=null checkpoint.keep_last=1", "without checkpoint.every_steps"),

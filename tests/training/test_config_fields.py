@@ -104,7 +104,7 @@ def _collect(job, told) -> dict:
     torch.manual_seed(0)
     stats = RouterStats(
         *(
-            torch.rand(2, 4) if name in ("counts_E", "prob_sum_E", "rows_E") else torch.rand(2)
+            torch.rand(2, 4) if name.endswith("_E") else torch.rand(2)
             for name in RouterStats._fields
         )
     )
@@ -153,7 +153,11 @@ TURNED = {
     "model.kernels": "model.kernels=reference",
     "model.save": "model.save=x",
     "router.balance_coef": "router.balance_coef=0.5",
-    "router.balance_scope": "router.balance_scope=global",
+    "router.balance_scope": "router.balance_scope=lagged",
+    "router.bias_update": "router.bias_update=sign",
+    "router.bias_rate": "router.bias_rate=0.5",
+    "router.bias_ema": "router.bias_ema=0.5",
+    "router.bias_freeze_at": "router.bias_freeze_at=5",
     "router.z_coef": "router.z_coef=0.5",
     "router.rounding": "router.rounding=nearest",
     "router.rounding_tile": "router.rounding_tile=2",
@@ -209,10 +213,15 @@ TURNED = {
 }
 # What the run is like before the field is turned, where the tiny run leaves the field no effect.
 ROUNDED = "router.rounding=nearest router.rounding_tile=4"
+GLM = "model.family=glm4_moe model.first_k_dense_replace=0"
 BEFORE = {
     f"router.rounding_{name}": ROUNDED
     for name in ("tile", "min_tiles", "max_tiles", "min_mean_tiles", "protect_top1", "renorm")
 } | {
+    "router.bias_update": GLM,
+    "router.bias_rate": f"router.bias_update=sign {GLM}",
+    "router.bias_ema": GLM,
+    "router.bias_freeze_at": GLM,
     "data.tokenizer_vocab_size": "data.tokenizer=null data.tokenizer_vocab_size=262",
     "eval.sample_tokens": "eval.sample_prompt=whale",
     "log.wandb_project": "log.wandb=offline",
@@ -274,7 +283,9 @@ def test_a_turned_field_gives_another_plan_or_an_error(place, run, plans, tmp_pa
     before = BEFORE.get(place, "")
     if before not in plans:
         plans[before] = run(before)
-    turned = f"{before} {TURNED[place]}" if before.startswith("router") else TURNED[place]
+    turned = TURNED[place]
+    if place.startswith("router."):
+        turned = f"{before} {turned}"
     section, key = place.split(".")
     field = next(models_in(Config.model_fields[section].annotation)).model_fields[key]
     assert field is not None

@@ -213,15 +213,13 @@ def test_padding_does_not_reach_the_router_losses():
 
 
 def test_balance_scopes():
-    """micro: mean of the micro-batches' losses. global: the load of all rows seen so far."""
+    """micro: mean of the micro-batches' losses. global: all are compared with the whole load."""
     data = rows()
     model, _ = build()
     halves = [model(t, labels_BL=y).router for t, y in zip(data[0].split(4), data[1].split(4))]
     micro = torch.stack([balance_loss(stats).mean() for stats in halves]).mean()
-    running = halves[0].counts_E + halves[1].counts_E
-    whole = torch.stack(
-        [balance_loss(halves[0]).mean(), balance_loss(halves[1], running).mean()]
-    ).mean()
+    load_LE = halves[0].counts_E + halves[1].counts_E
+    whole = torch.stack([balance_loss(stats, load_LE).mean() for stats in halves]).mean()
     _, result, _, _ = step([4, 4], router(balance=0.1))
     assert result.numbers[1].item() == pytest.approx(micro.item(), rel=1e-5)
     _, result, _, _ = step([4, 4], router(balance=0.1, scope="global"))
@@ -229,6 +227,15 @@ def test_balance_scopes():
     one, _, _, _ = step([8], router(balance=0.1))
     same, _, _, _ = step([8], router(balance=0.1, scope="global"))
     assert torch.equal(one, same), "with one micro-batch both are the same"
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [2, 2, 2, 2], [1, 3, 4]])
+def test_the_global_balance_loss_does_not_depend_on_accumulation(sizes):
+    """Router gradient and logged value: NVIDIA-NeMo/Automodel#3359, huggingface/trl#6083."""
+    whole, result, _, _ = step([8], router(balance=1.0, z=0.1, scope="global"))
+    parts, split, _, _ = step(sizes, router(balance=1.0, z=0.1, scope="global"))
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(split.numbers[1:3], result.numbers[1:3], rtol=1e-6, atol=0)
 
 
 def test_the_auxiliary_loss_does_not_change_the_reported_loss():

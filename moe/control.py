@@ -1,0 +1,231 @@
+"""What changes a router from step to step without a gradient.
+
+    begin_step(model, step)                              # before the forward passes of a step
+    y, stats = layer(x)                                  # any number of micro-batches
+    update_routers(model, stats, step=step)              # once, after the optimizer's step
+
+The state (selection bias, load counters, averaged router weights ...) lives in float32 buffers of
+`moe.Router`; `RouterControl` says what is done with it. A forward pass never changes it, so that
+evaluation and the recomputation of activation checkpointing cannot; `update_routers` changes it
+once per optimizer step, from statistics that the caller has summed over all micro-batches and over
+all ranks that share the router, and the next step is the first to see it: a bias that came from the
+batch it is used on would leak later tokens into earlier ones. Everything stays on the device.
+
+What follows from the number of the step alone (whether selection still uses the averaged weights,
+the number of experts per token) is no state: `begin_step` sets it, also after a restart.
+
+Shape letters: L layers, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe.metrics import RouterStats
+from moe.router import Router
+
+BIAS_UPDATES = ("none", "sign", "proportional", "rms", "quantile")
+# Added to the root mean square of the violations: a perfectly balanced load moves nothing.
+_TINY = 1e-20
+
+
+@dataclass(frozen=True)
+class RouterControl:
+    """State of a router and how it changes; steps are numbered from 1.
+
+    Raises:
+        ValueError: an impossible value, by field, value and what is allowed.
+    """
+
+    bias_update: str = "none"
+    """How the selection bias b follows the load f with mean m, after every step:
+    sign          b += rate * sign(m - f)                 (Wang et al., arXiv 2408.15664)
+    proportional  b += rate * v with v = (m - f) / m
+    rms           b += rate * v / root mean square of v
+    quantile      b = -q, q_e the excess over its tokens' (K+1)-th largest key that exactly the
+                  wanted number of tokens has for expert e: balanced in one or two steps, no rate
+    and is then centred to mean 0."""
+    bias_rate: float = 1e-3
+    """Of sign, proportional and rms."""
+    bias_ema: float = 0.0
+    """quantile: the part of the old bias that is kept."""
+    bias_targets: tuple[float, ...] | None = None
+    """Wanted share of the load per expert, up to a common factor; None: the same for all."""
+    bias_freeze_at: int | None = None
+    """From this step on the bias stays as it is."""
+    bias_anneal: tuple[int, int] | None = None
+    """(a, b): after step a the bias only falls, linearly, to exactly 0 after step b."""
+    keep_load: bool = False
+    """Keep the step's load for the balance loss of the next step."""
+    ema: float | None = None
+    """Decay of an average of the router's weight that selects the experts, while the weight itself
+    gives the gates."""
+    ema_until: int | None = None
+    """Last step in which the average selects; None: always, in evaluation too."""
+
+    def __post_init__(self) -> None:
+        if self.bias_update not in BIAS_UPDATES:
+            raise ValueError(
+                f"bias_update={self.bias_update!r} is unknown; allowed: {', '.join(BIAS_UPDATES)}"
+            )
+        if not (math.isfinite(self.bias_rate) and self.bias_rate > 0):
+            raise ValueError(f"bias_rate={self.bias_rate} must be a finite number above 0")
+        for name in ("bias_ema", "ema"):
+            decay = getattr(self, name)
+            if decay is not None and not 0 <= decay < 1:
+                raise ValueError(f"{name}={decay} must be at least 0 and below 1")
+        if self.bias_targets is not None and not all(
+            math.isfinite(share) and share > 0 for share in self.bias_targets
+        ):
+            raise ValueError(f"bias_targets={self.bias_targets} must be finite and above 0")
+        if self.bias_anneal is not None and not 0 <= self.bias_anneal[0] < self.bias_anneal[1]:
+            raise ValueError(
+                f"bias_anneal={self.bias_anneal} must be two steps, the first before the second"
+            )
+
+    @property
+    def stateful(self) -> bool:
+        """Whether `update_routers` has anything to do."""
+        return self.bias_update != "none" or self.keep_load or self.ema is not None
+
+
+def routers_of(model: nn.Module) -> list[Router]:
+    """The routers of a model in the order of its stacked statistics."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+def begin_step(model: nn.Module, step: int) -> list[str]:
+    """Set what depends on the number of the step alone, before its first forward pass.
+
+    Call it after a restart too, with the number of the last finished step, before anything is
+    evaluated. Costs no device work; a change makes torch.compile compile once more.
+
+    Returns:
+        One sentence for each change since the step before, without repetitions.
+    """
+    said: dict[str, None] = {}
+    for router in routers_of(model):
+        control = router.config.control
+        until = control.ema_until
+        by_ema = control.ema is not None and (until is None or step <= until)
+        if router.select_by_ema and not by_ema:
+            said["the router's own weight selects from now on, no longer its average"] = None
+        router.select_by_ema = by_ema
+    return list(said)
+
+
+def needs_update(model: nn.Module) -> bool:
+    """Whether `update_routers` would change anything, so that the statistics must be summed."""
+    return any(router.config.control.stateful for router in routers_of(model))
+
+
+@torch.no_grad()
+def update_routers(
+    model: nn.Module, stats: RouterStats, *, step: int, applied: Tensor | None = None
+) -> None:
+    """Bring the state of all routers up to date after an optimizer step.
+
+    Args:
+        model: its routers, one or several, are those that gave the statistics.
+        stats: [L, ...] (or of the one layer), summed over all micro-batches and ranks of the step.
+        step: number of the step just done, from 1.
+        applied: scalar on the device, 0 if the step was skipped: then no bit changes. None: done.
+
+    Raises:
+        ValueError: statistics of another number of layers.
+    """
+    stats = stats.detach()
+    if stats.tokens.dim() == 0:
+        stats = RouterStats.stack([stats])
+    routers = routers_of(model)
+    if stats.tokens.shape[0] != len(routers):
+        raise ValueError(
+            f"update_routers: statistics of {stats.tokens.shape[0]} layers, the model has "
+            f"{len(routers)} routers"
+        )
+    # Layers of the same settings are updated together: their number costs no launches.
+    together: dict[RouterControl, list[int]] = {}
+    for layer, router in enumerate(routers):
+        if router.config.control.stateful:
+            together.setdefault(router.config.control, []).append(layer)
+    for control, layers in together.items():
+        mine = [routers[layer] for layer in layers]
+        seen = stats if len(mine) == len(routers) else _layers(stats, layers)
+        done_L = seen.tokens > 0
+        if applied is not None:
+            done_L = done_L & (applied > 0)
+        if control.bias_update != "none":
+            _update_bias(mine, seen, control, step, done_L)
+        if control.keep_load:
+            _assign([r.load_E for r in mine], seen.counts_E.float(), done_L)
+        if control.ema is not None:
+            _update_ema(mine, control.ema, applied)
+
+
+def _layers(stats: RouterStats, layers: Sequence[int]) -> RouterStats:
+    return RouterStats(
+        *(None if field is None else torch.stack([field[i] for i in layers]) for field in stats)
+    )
+
+
+def _assign(buffers: Sequence[Tensor], new_LE: Tensor, done_L: Tensor) -> None:
+    """buffers[l] = new_LE[l] where done_L; by choice, not by product: 0 * NaN is NaN."""
+    for buffer, new_E, done in zip(buffers, new_LE.unbind(), done_L.unbind()):
+        buffer.copy_(torch.where(done, new_E.to(buffer.dtype), buffer))
+
+
+def _update_bias(
+    routers: Sequence[Router],
+    stats: RouterStats,
+    control: RouterControl,
+    step: int,
+    done_L: Tensor,
+) -> None:
+    biases = [router.selection_bias for router in routers]
+    bias_LE = torch.stack(biases)
+    if control.bias_anneal is not None and step > control.bias_anneal[0]:
+        left = control.bias_anneal[1] - step  # steps until it is 0
+        new_LE = bias_LE * (left / (left + 1)) if left > 0 else torch.zeros_like(bias_LE)
+        # skipped steps count: the last steps of a run are without bias whatever happened
+        _assign(biases, new_LE, torch.ones_like(done_L))
+        return
+    if control.bias_freeze_at is not None and step >= control.bias_freeze_at:
+        return
+    _assign(biases, next_bias(bias_LE, stats, control), done_L)
+
+
+def next_bias(bias_LE: Tensor, stats: RouterStats, control: RouterControl) -> Tensor:
+    """The selection bias [L, E] after a step with these statistics, by `control.bias_update`."""
+    if control.bias_update == "quantile":
+        target_LE = -stats.quantile_sum_E / stats.tokens.clamp(min=1)[:, None]
+        target_LE = target_LE - target_LE.mean(dim=1, keepdim=True)
+        return control.bias_ema * bias_LE + (1 - control.bias_ema) * target_LE
+    load_LE = stats.counts_E.double()
+    share_E = torch.full_like(load_LE[0], 1.0 / load_LE.shape[1])
+    if control.bias_targets is not None:
+        for expert, share in enumerate(control.bias_targets):  # scalars: nothing is copied over
+            share_E[expert] = share / sum(control.bias_targets)
+    mean_LE = load_LE.sum(dim=1, keepdim=True) * share_E
+    missing_LE = (mean_LE - load_LE) / mean_LE.clamp(min=_TINY)
+    if control.bias_update == "sign":
+        missing_LE = missing_LE.sign()
+    elif control.bias_update == "rms":
+        size_L1 = missing_LE.square().mean(dim=1, keepdim=True).sqrt()
+        missing_LE = missing_LE / (size_L1 + _TINY)
+    new_LE = bias_LE.double() + control.bias_rate * missing_LE
+    return (new_LE - new_LE.mean(dim=1, keepdim=True)).to(bias_LE.dtype)
+
+
+def _update_ema(routers: Sequence[Router], decay: float, applied: Tensor | None) -> None:
+    averages = [router.weight_ema for router in routers]
+    weights = [router.weight.detach() for router in routers]
+    if applied is None:
+        torch._foreach_lerp_(averages, weights, 1 - decay)
+        return
+    for average, weight in zip(averages, weights):
+        average.copy_(torch.where(applied > 0, torch.lerp(average, weight, 1 - decay), average))
