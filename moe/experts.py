@@ -43,6 +43,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx, x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
         slot_offsets_T1, slots_per_token, activation, save, backend, with_grad, main_w1, main_w2,
+        output_sums,
     ):  # fmt: skip
         permuted = row_S is None
         num_rows = (x if token_R is None else token_R).shape[0]
@@ -61,6 +62,11 @@ class _Experts(torch.autograd.Function):
             scale_R=gates_S if permuted else None, tiles=tiles, backend=backend,
         )  # fmt: skip
         del a_RN
+        sums_ED = (
+            bias_gradient(y_RD, None, None, None, offsets_E1, backend=backend)
+            if output_sums
+            else None
+        )
         if permuted:
             out = clear_rows(y_RD, offsets_E1, backend=backend)
         else:
@@ -78,11 +84,14 @@ class _Experts(torch.autograd.Function):
             ctx.slots_per_token = slots_per_token
             ctx.activation = activation
             ctx.backend = backend
-        return out
+        if sums_ED is None:
+            return out
+        ctx.mark_non_differentiable(sums_ED)
+        return out, sums_ED
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx, dout, *_):
         (
             x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH, token_R, slot_R, row_S, offsets_E1,
             slot_offsets_T1, *tiles,
@@ -100,7 +109,7 @@ class _Experts(torch.autograd.Function):
             db2 = bias_gradient(do, do_token_R, gates_S, slot_R, offsets_E1, backend=backend)
         need_dh = need_x or need_w1 or need_b1
         if not (need_dh or need_w2 or need_gates):
-            return (*(None,) * 5, db2, *(None,) * 12)
+            return (*(None,) * 5, db2, *(None,) * 13)
 
         def gathered_x():
             return (gather_rows_ref(x, token_R), None) if backend == "reference" else (x, token_R)
@@ -139,7 +148,7 @@ class _Experts(torch.autograd.Function):
             dw1 = weight_gradient(
                 dh_RH, rows, None, source_R, offsets_E1, add_to_EIO=main_w1, backend=backend
             )
-        return (dx, dw1, dw2, dgates, db1, db2, *(None,) * 12)
+        return (dx, dw1, dw2, dgates, db1, db2, *(None,) * 13)
 
 
 # ------------------------------------------------------------------------------------------ public
@@ -157,7 +166,8 @@ def experts(
     save: str = "h",
     backend: str = "auto",
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:
+    output_sums: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The gate-weighted sum of each token's experts.
 
     Args:
@@ -174,9 +184,11 @@ def experts(
         main_grads: buffers, usually float32, to which the gradients of w1 and w2 are added in
             backward in place of
             making gradients (their `.grad` then stays None). Not under torch.compile.
+        output_sums: give also the sum of each expert's outputs over its tokens, without gates.
 
     Returns:
-        out_TD in the dtype that a linear layer would give: that of x, or the autocast dtype.
+        out_TD in the dtype that a linear layer would give: that of x, or the autocast dtype. With
+        `output_sums` also sums_ED, summed in float32, in the same dtype, without gradient.
 
     Gradients: x, weights, gates (`routing.gates_S`) and biases; what is frozen costs nothing.
     Float32 sums, one rounding and no atomics: the same bits every time. A second backward through
@@ -192,7 +204,7 @@ def experts(
     return _apply(
         x_TD, w1_EHD, w2_EDN, routing.gates_S, b1_EH, b2_ED, routing.token_R, routing.slot_R,
         routing.row_S, routing.offsets_E1, routing.slot_offsets_T1, routing.slots_per_token,
-        activation, save, backend, main_grads,
+        activation, save, backend, main_grads, output_sums,
     )  # fmt: skip
 
 
@@ -235,7 +247,7 @@ def permuted_experts(
 
 def _apply(
     x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1, slot_offsets_T1,
-    slots_per_token, activation, save, backend, main_grads,
+    slots_per_token, activation, save, backend, main_grads, output_sums=False,
 ):  # fmt: skip
     x, w1_EHD, w2_EDN, b1_EH, b2_ED = _autocast(x, w1_EHD, w2_EDN, b1_EH, b2_ED)
     _check(x, w1_EHD, w2_EDN, b1_EH, b2_ED, offsets_E1, activation, save)
@@ -249,7 +261,7 @@ def _apply(
     return _Experts.apply(
         x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
         slot_offsets_T1, slots_per_token, activation, save, pick_backend(backend, x,
-        available=BACKENDS), torch.is_grad_enabled(), main_w1, main_w2,
+        available=BACKENDS), torch.is_grad_enabled(), main_w1, main_w2, output_sums,
     )  # fmt: skip
 
 
