@@ -1,0 +1,68 @@
+"""Counters of bad steps, alarms that sound once, and what a log step reads."""
+
+import torch
+
+from moe.metrics import RouterStats
+from training.health import ALARM_DEAD, ALARM_STEPS, Alarms, RoutingHealth
+
+
+def stats_of(counts_LE):
+    counts_LE = torch.as_tensor(counts_LE, dtype=torch.int32)
+    zero = torch.zeros(counts_LE.shape[0])
+    fields = dict.fromkeys(RouterStats._fields, zero)
+    fields |= {"counts_E": counts_LE, "tokens": counts_LE.sum(1).float()}
+    return RouterStats(**fields)
+
+
+GOOD = [100] * 16
+DEAD = [9, *[106] * 14, 107]  # a tenth of the mean is 10
+# 110 of a mean of 25.6: violation 3.3, and an entropy above 0.8
+UNEVEN = [110, *[20] * 15]
+# two of sixteen experts have nearly everything: entropy 0.3
+NARROW = [792, 792, *[1] * 14]
+
+
+def test_counters_follow_and_start_again():
+    health = RoutingHealth(2, 16)
+    for counts in (DEAD, DEAD, UNEVEN):
+        health.update(stats_of([counts, GOOD]))
+    assert health.dead_LE[0, 0] == 0
+    assert health.uneven_L.tolist() == [1, 0]
+    assert health.narrow_L.tolist() == [0, 0]
+    for _ in range(3):
+        health.update(stats_of([DEAD, NARROW]))
+    assert health.dead_LE[0].tolist() == [3, *[0] * 15]
+    assert health.dead_LE[1].tolist() == [0, 0, *[3] * 14]
+    assert health.uneven_L.tolist() == [0, 3]
+    assert health.narrow_L.tolist() == [0, 3]
+    assert health.metrics()["dead_steps"].tolist() == [3, 3]
+
+
+def test_steps_that_were_skipped_or_empty_count_as_neither():
+    health = RoutingHealth(1, 16)
+    health.update(stats_of([DEAD]))
+    before = {name: t.clone() for name, t in health.tensors().items()}
+    health.update(stats_of([GOOD]), applied=torch.tensor(0.0))
+    health.update(stats_of([[0] * 16]))
+    assert all(torch.equal(before[name], t) for name, t in health.tensors().items())
+    health.update(stats_of([DEAD]), applied=torch.tensor(1.0))
+    assert health.dead_LE[0, 0] == 2
+
+
+def test_alarms_sound_once_and_again_after_a_pause():
+    alarms, quiet_L, quiet_LE = Alarms(), torch.zeros(2), torch.zeros(2, 16)
+    just = torch.tensor([0.0, ALARM_STEPS - 1])
+    assert alarms.new(just, just, quiet_LE) == []
+    (alarm,) = alarms.new(just + 1, just, quiet_LE)
+    assert (alarm["kind"], alarm["layer"], alarm["steps"]) == ("imbalance", 1, ALARM_STEPS)
+    assert "over 4 times the mean load" in alarm["text"]
+    (alarm,) = alarms.new(just + 2, just + 2, quiet_LE)
+    assert alarm["kind"] == "narrow_load"
+    assert alarms.new(just + 3, just + 3, quiet_LE) == []
+    assert alarms.new(quiet_L, just + 4, quiet_LE) == []
+    assert [a["kind"] for a in alarms.new(just + 5, just + 5, quiet_LE)] == ["imbalance"]
+
+    dead_LE = quiet_LE.clone()
+    dead_LE[0, 3] = dead_LE[0, 5] = ALARM_DEAD
+    (alarm,) = alarms.new(quiet_L, quiet_L, dead_LE)
+    assert (alarm["kind"], alarm["layer"], alarm["experts"]) == ("dead_experts", 0, [3, 5])
