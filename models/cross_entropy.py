@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import tl, triton
+from moe.kernels._triton import launch, tl, triton
 
 IGNORED = -100
 """Label of a token without a target."""
@@ -85,7 +85,7 @@ def cross_entropy_triton(
     if rows == 0:
         return losses_P, grad_PV
     block = min(4096, triton.next_power_of_2(words))
-    _cross_entropy_kernel[(rows,)](
+    launch(_cross_entropy_kernel, (rows,),
         logits_PV, labels_P.contiguous(), losses_P, losses_P if grad_PV is None else grad_PV,
         words, logits_PV.stride(0),
         IGNORED=IGNORED, GRAD=grad_PV is not None, BV=block, num_warps=max(1, block // 512),

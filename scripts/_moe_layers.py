@@ -35,6 +35,20 @@ def _l2() -> Tensor:
     return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
 
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The same work as one CUDA graph: what it costs the device, whatever the host is doing."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def median_ms(run: Callable[[], object], seconds: float = 0.4, most: int = 60) -> float:
     """Median milliseconds of a call with a cold L2 cache."""
     run()

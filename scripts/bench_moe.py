@@ -4,6 +4,7 @@
     python scripts/bench_moe.py --shapes 0,3 --seconds 200   two of them, in bounded time
     python scripts/bench_moe.py --tune --shapes 0            each kernel alone, each configuration
     python scripts/bench_moe.py --rounding                   token rounding beside plain top-K
+    python scripts/bench_moe.py --rounding --graph           the same replayed as CUDA graphs
 
 What is timed: x → router logits → top-K and gates → sorting metadata → experts → output, and the
 backward of all of it (`--experts-only`: routing given). Model FLOPs of gated experts: 6 R N D
@@ -49,6 +50,7 @@ from scripts._moe_layers import (
     GATE_ROWS_FIRST,
     PEERS,
     Route,
+    captured,
     cublas_bound,
     eager,
     median_ms,
@@ -74,8 +76,10 @@ FORMULA = "model FLOPs = 6 R N D forward, 12 R N D backward, R = (token, expert)
 # --------------------------------------------------------------------------------------------- rows
 
 
-def measure(name: str, shape, route: Route, given: Routing | None = None) -> dict:
-    """Times, kept memory and, at 1024 tokens, errors of one layer."""
+def measure(
+    name: str, shape, route: Route, given: Routing | None = None, graph: bool = False
+) -> dict:
+    """Times and kept memory of one layer; graph: as CUDA graphs, without the host's launches."""
     T, D, N, _E, K = shape
     row = {
         "name": name,
@@ -105,14 +109,16 @@ def measure(name: str, shape, route: Route, given: Routing | None = None) -> dic
         torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
     ) / 2**20
     dout = torch.randn_like(out)
+    del out
+    record = captured if graph else lambda run: run
     with torch.no_grad():
-        row["inference ms"] = median_ms(lambda: layer(*inputs))
-    forward = median_ms(lambda: layer(*inputs))
+        row["inference ms"] = median_ms(record(lambda: layer(*inputs)))
+    forward = median_ms(record(lambda: layer(*inputs)))
 
     def both():
         torch.autograd.grad(layer(*inputs), inputs, dout)
 
-    total = median_ms(both)
+    total = median_ms(record(both))
     flops = 6 * pairs * N * D
     row |= {
         "forward ms": forward, "backward ms": total - forward, "both ms": total,
@@ -154,7 +160,7 @@ def bench(args, shapes: dict) -> list[dict]:
                 torch.cuda.empty_cache()
                 row = {"name": name, "shape": shape, "label": label}
                 try:
-                    row |= measure(name, shape, Route(shape, balanced))
+                    row |= measure(name, shape, Route(shape, balanced), graph=args.graph)
                     row |= {"errors": errors(name, shape, balanced)}
                 except ImportError as error:
                     row["absent"] = str(error)
@@ -218,7 +224,8 @@ def bench_rounding(args) -> list[dict]:
                     return rows
                 torch.cuda.empty_cache()
                 row = {"label": label, "kind": kind, "scope": scope}
-                row |= measure("tessera", shape, route, given if scope == "experts" else None)
+                routing = given if scope == "experts" else None
+                row |= measure("tessera", shape, route, routing, args.graph)
                 row["name"] = f"{kind}, {scope}"
                 speeds[kind, scope] = row["both TFLOP/s"]
                 rows.append(row)
@@ -398,6 +405,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tune", action="store_true", help="time every kernel's configurations")
     parser.add_argument("--kernels", default="", help="with --tune: up,down,dH,dX,dW1,dW2,combine")
     parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
+    parser.add_argument(
+        "--graph", action="store_true", help="replay CUDA graphs: the device's time alone"
+    )
     parser.add_argument("--no-bound", dest="bound", action="store_false")
     parser.add_argument("--seconds", type=float, default=300, help="stop starting rows after this")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_moe"))
@@ -430,7 +440,8 @@ def main() -> None:
         rows = bench(args, shapes)
     args.out.mkdir(parents=True, exist_ok=True)
     kind = "tune" if args.tune else "rounding" if args.rounding else "layers"
-    result = {"card": card, "torch": torch.__version__, "flops": FORMULA, "rows": rows}
+    result = {"card": card, "torch": torch.__version__, "flops": FORMULA, "graph": args.graph}
+    result["rows"] = rows
     (args.out / f"{kind}.json").write_text(json.dumps(result, indent=1))
     if not args.tune:
         plot(rows, args.out / f"{kind}.png")

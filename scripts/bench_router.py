@@ -216,7 +216,12 @@ def tune(shapes: list[tuple[int, int, int]]) -> list[dict]:
         z = inputs(T, E)
         plans = [{}, {"exact": 1}]
         if kernels._fast_sizes(E, K):
-            plans += [{"sub": s, "each": e} for s in (1, 2, 4) for e in (1, 2, 4)]
+            plans += [{"sub": 1, "each": e, "lanes": n} for n in (4, 8, 16) for e in (2, 6)]
+            plans += [{"sub": 1, "each": 4, "warps": w, "lanes": n} for n in (4, 8) for w in (1, 2)]
+            plans += [{"sub": 2, "each": 2, "lanes": n} for n in (8, 16)]
+        elif kernels._plan(T, E, K, 1, 1, True).blocks == 1:
+            for warps, elements in ((16, 8), (16, 16), (16, 32), (8, 16), (8, 32)):
+                plans += [{"warps": warps, "elements": elements, "words": w} for w in (32, 128)]
         else:
             plans += [{"each": e} for e in (1, 2, 4, 8)]
         for plan in plans:

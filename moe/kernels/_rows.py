@@ -20,7 +20,7 @@ from moe.kernels._tiles import (
     store_rows,
     weight_tile,
 )
-from moe.kernels._triton import tl, triton
+from moe.kernels._triton import launch, tl, triton
 from moe.kernels._tuning import size_class
 
 # Not specialised on divisibility, so that fewer variants are compiled: TMA and whole vectors
@@ -173,7 +173,7 @@ def rows_triton(
         w_desc = _tiles.descriptor(stored, [1, c.bn, c.bk] if transposed else [1, c.bk, c.bn])
         out_desc = _tiles.ragged_descriptor(out_RO, [c.bm, c.bn // c.split])
     grid = _tiles.grid_size(a_RI.device, c, tiles.expert_B.shape[0] * triton.cdiv(O, c.bn))
-    _rows_kernel[(grid,)](
+    launch(_rows_kernel, (grid,),
         a_RI, a_desc, w_EIO, w_desc, bias_EO, scale_R, out_RO, out_desc,
         tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
         I, O, a_RI.stride(0), w_EIO.stride(0), w_EIO.stride(1), w_EIO.stride(2),

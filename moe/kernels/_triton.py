@@ -139,6 +139,51 @@ def is_eager(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
 
 
+_compiled: dict[tuple, tuple[Any, tuple]] = {}
+
+
+def _class_of(argument: Any) -> Any:
+    """What Triton may compile an argument into: at least as fine as its own specialisation."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return type(argument), argument == 1, argument % 16 == 0, argument.bit_length() > 31
+    if isinstance(argument, float):
+        return float
+    if argument is None:
+        return None
+    base = argument.base  # a tensor descriptor: strides and sizes are values, not code
+    return base.dtype, base.data_ptr() % 16 == 0, len(argument.shape), *argument.block_shape
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)`, with less work for the host from the second time on.
+
+    Triton binds, classifies and hashes every argument and checks every global at each launch, which
+    takes longer than a small kernel runs. Here the compiled kernel is kept by the classes of its
+    arguments. Compile-time constants must be given by keyword, all other arguments by position.
+    """
+    if INTERPRET or not torch.cuda.is_initialized():
+        kernel[grid](*args, **options)
+        return
+    key = (
+        kernel, torch.cuda.current_device(), *map(_class_of, args), *options, *options.values()
+    )  # fmt: skip
+    found = _compiled.get(key)
+    if found is None:
+        constant = {p.name for p in kernel.params if p.is_constexpr}
+        rest = kernel.arg_names[len(args) :]
+        if constant != set(rest) or not constant <= options.keys():
+            raise TypeError(
+                f"{kernel.__name__}: all constants must be keywords: {sorted(constant)}"
+            )
+        compiled = kernel[grid](*args, **options)
+        _compiled[key] = compiled, tuple(options[name] for name in rest)
+        return
+    compiled, constants = found
+    compiled[(*grid, 1, 1)[:3]](*args, *constants)
+
+
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensor's."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():

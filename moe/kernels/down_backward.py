@@ -37,7 +37,7 @@ from moe.kernels._tiles import (
     store_rows,
     weight_tile,
 )
-from moe.kernels._triton import tl, triton
+from moe.kernels._triton import launch, tl, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.activations import (
     WIDTH,
@@ -405,7 +405,7 @@ def down_backward_triton(
     gates_S = None if gates_S is None else gates_S.contiguous()
     gate_args = {"GATES": gates_S is not None, "SLOTS": slot_R is not None}
     if not (want_dh or want_dgate):
-        _scaled_activation_kernel[(triton.cdiv(R, 16), triton.cdiv(N, 128))](
+        launch(_scaled_activation_kernel, (triton.cdiv(R, 16), triton.cdiv(N, 128)),
             h_RH, gates_S, slot_R, a_RN, used, H, N,
             ACT=activation, WIDTH=width, **gate_args, BM=16, BN=128,
         )  # fmt: skip
@@ -440,7 +440,7 @@ def down_backward_triton(
     if want_dgate:
         dot = torch.empty(parts + (b2_ED is not None), R, dtype=torch.float32, device=h_RH.device)
     grid = _tiles.grid_size(h_RH.device, c, tiles.expert_B.shape[0] * parts)
-    _down_backward_kernel[(grid,)](
+    launch(_down_backward_kernel, (grid,),
         do_TD, do_desc, w2_EDN, w_desc, h_RH, h_desc, gates_S, dh_RH, dh_desc, a_RN, a_desc, dot,
         token_R, slot_R, tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
         R, D, H, N, do_TD.stride(0) // vec, *w2_EDN.stride(),
@@ -451,13 +451,23 @@ def down_backward_triton(
     )  # fmt: skip
     if want_dgate:
         if b2_ED is not None:
-            _bias_dot_kernel[(tiles.expert_B.shape[0],)](
+            launch(_bias_dot_kernel, (tiles.expert_B.shape[0],),
                 do_TD, b2_ED.contiguous(), dot, token_R, tiles.expert_B, tiles.start_B, tiles.end_B,
                 R, D, do_TD.stride(0), parts, GATHER=token_R is not None, BM=tiles.rows, BK=64,
             )  # fmt: skip
         S = dgate_S.shape[0]
-        _gate_gradient_kernel[(triton.cdiv(S, 1024),)](
-            dot, row_S, dgate_S, used, R, S, dot.shape[0], BY_SLOT=row_S is not None, BS=1024
+        launch(
+            _gate_gradient_kernel,
+            (triton.cdiv(S, 1024),),
+            dot,
+            row_S,
+            dgate_S,
+            used,
+            R,
+            S,
+            dot.shape[0],
+            BY_SLOT=row_S is not None,
+            BS=1024,
         )
     return dh_RH, a_RN, dgate_S
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op
-from moe.kernels._triton import INTERPRET, is_eager, on_device, pick_backend, tl, triton
+from moe.kernels._triton import INTERPRET, is_eager, launch, on_device, pick_backend, tl, triton
 
 
 class RoutingMetadata(NamedTuple):
@@ -370,12 +370,12 @@ def launch_finish(
     """Sum the blocks' partial counts [blocks, E] (and statistics); see `_finish_kernel`."""
     blocks, E = work_counts.shape
     stats = work_prob is not None
-    be = min(16, triton.next_power_of_2(E))
+    be = min(4, triton.next_power_of_2(E))
     unused = counts
-    _finish_kernel[(triton.cdiv(E, be),)](
+    launch(_finish_kernel, (triton.cdiv(E, be),),
         work_counts, work_prob if stats else unused, work_odd if stats else unused,
         counts, prob_sum if stats else unused, odd if stats else unused, blocks,
-        E=E, BE=be, BB=min(128, triton.next_power_of_2(blocks)), PREFIX=prefix, STATS=stats,
+        E=E, BE=be, BB=min(1024, triton.next_power_of_2(blocks)), PREFIX=prefix, STATS=stats,
         num_warps=4,
     )  # fmt: skip
 
@@ -394,7 +394,7 @@ def launch_place(
     """Fill `meta`, given all counts [E] and those before each block of slots [blocks, E]; with None
     one program counts first. `clear`: rows after the last real one may exist."""
     S, R, E = expert_S.numel(), meta.token_R.numel(), meta.offsets_E1.numel() - 1
-    _place_kernel[(1 if before is None else before.shape[0],)](
+    launch(_place_kernel, (1 if before is None else before.shape[0],),
         expert_S, expert_S if token_S is None else token_S,
         meta.offsets_E1 if counts is None else counts,
         meta.offsets_E1 if before is None else before,
@@ -434,7 +434,7 @@ def _routing_metadata_triton(
         block = step * max(1, min(8, S // (512 * step)))
         work = torch.empty(triton.cdiv(S, block), E, **ints)
         counts = torch.empty(E, **ints)
-        _count_kernel[(work.shape[0],)](
+        launch(_count_kernel, (work.shape[0],),
             expert_S, work, S, block, E=E, BITS=expert_bits(E), G=words_per_step(E),
             ASM=not INTERPRET, num_warps=4,
         )  # fmt: skip
@@ -453,8 +453,17 @@ def _tile_schedule_triton(
     ep = triton.next_power_of_2(E)
     bb = max(1, min(256, 8192 // ep))
     with on_device(offsets_E1):
-        _tiles_kernel[(max(1, triton.cdiv(B, bb)),)](
-            offsets_E1.contiguous(), *out, B, tile_rows, E=E, EP=ep, BB=bb, num_warps=4
+        launch(
+            _tiles_kernel,
+            (max(1, triton.cdiv(B, bb)),),
+            offsets_E1.contiguous(),
+            *out,
+            B,
+            tile_rows,
+            E=E,
+            EP=ep,
+            BB=bb,
+            num_warps=4,
         )
     return out
 

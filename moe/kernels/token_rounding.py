@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op
-from moe.kernels._triton import is_eager, on_device, tl, triton
+from moe.kernels._triton import is_eager, launch, on_device, tl, triton
 from moe.kernels.routing_metadata import clear_tail, launch_finish, routing_metadata
 from moe.kernels.topk_gating import (
     EMPTY_KEY,
@@ -703,14 +703,14 @@ def _select(
     k = expert.shape[1]
     be = min(32, triton.next_power_of_2(E))
     bt = 2048 // be
-    _rank_keys_kernel[(triton.cdiv(T, bt), triton.cdiv(E, be))](
+    launch(_rank_keys_kernel, (triton.cdiv(T, bt), triton.cdiv(E, be)),
         logits, expert, lse, counts, target, keys, T, logits.stride(0), logits.stride(1), call.tile,
         E=E, K=k, SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, FORCE=force, BT=bt,
         BE=be, num_warps=4,
     )  # fmt: skip
     one = T <= _KEYS_IN_REGISTERS
     block = triton.next_power_of_2(T) if one else 8192
-    _select_kernel[(E,)](
+    launch(_select_kernel, (E,),
         counts, target, top1, keys, last_key, last_token, mass, T, call.tile, k,
         SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, FORCE=force, E=E,
         EP=triton.next_power_of_2(E), ONE=one, BLOCK=block, BITS=T.bit_length(),
@@ -724,7 +724,7 @@ def _targets(
     E = counts.numel()
     ep = triton.next_power_of_2(E)
     target = torch.empty_like(counts)
-    _targets_kernel[(1,)](
+    launch(_targets_kernel, (1,),
         counts, top1, gain if uniform is None else uniform, gain, target, call.tile,
         call.min_tiles * call.tile, call.cap, k, VARIANT=_VARIANT[call.variant], E=E, EP=ep,
         CHUNK=max(1, min(32, 8192 // ep)), HAS_TOP1=call.protect_top1, HAS_CAP=call.cap > 0,
@@ -778,7 +778,7 @@ def _token_rounding_triton(
         blocks = triton.cdiv(T, block)
         members = torch.empty(T, ep // 32, **ints)
         work = torch.empty(blocks, E + 1, **ints)
-        _member_kernel[(blocks,)](
+        launch(_member_kernel, (blocks,),
             logits_TE, expert_TK, lse_T, counts_E, target, *last, members, work, T, block,
             logits_TE.stride(0), logits_TE.stride(1), E=E, EP=ep, K=k,
             SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, BT=bt, num_warps=4,
@@ -788,7 +788,7 @@ def _token_rounding_triton(
         gate_S = torch.empty(S, **floats)
         expert_S, row_S, slot_R, token_R = (torch.empty(S, **ints) for _ in range(4))
         offsets, slot_offsets = torch.empty(E + 1, **ints), torch.empty(T + 1, **ints)
-        _fill_kernel[(blocks,)](
+        launch(_fill_kernel, (blocks,),
             logits_TE, expert_TK, gate_TK, lse_T, members, work, totals, gate_S, expert_S, row_S,
             slot_R, token_R, offsets, slot_offsets, T, S, block, logits_TE.stride(0),
             logits_TE.stride(1), call.scale, E=E, EP=ep, K=k, SCORE=SCORE_CODE[call.score],
@@ -816,7 +816,7 @@ def _token_rounding_backward_triton(
     d_gate = torch.empty(T, k, dtype=torch.float32, device=logits_TE.device)
     bt = max(1, min(64, 2048 // ep))
     with on_device(logits_TE):
-        _rounding_backward_kernel[(triton.cdiv(T, bt),)](
+        launch(_rounding_backward_kernel, (triton.cdiv(T, bt),),
             logits_TE, expert_TK, lse_T, members, slot_offsets_T1, d_gate_S.contiguous(), d_logits,
             d_gate, T, logits_TE.stride(0), logits_TE.stride(1), scale, E=E, EP=ep, K=k,
             SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm], RENORM=_RENORM[renorm], BT=bt,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from moe.kernels._grouped import define_op
 from moe.kernels._networks import largest, merge_descending, sort_descending, stack, top_of
-from moe.kernels._triton import INTERPRET, is_eager, on_device, pick_backend, tl, triton
+from moe.kernels._triton import INTERPRET, is_eager, launch, on_device, pick_backend, tl, triton
 from moe.kernels.routing_metadata import (
     RoutingMetadata,
     expert_bits,
@@ -745,8 +745,9 @@ def _gating_kernel(
                 tl.store(gate + at, tl.where(use[:, None], gates, 0.0), mask=mask)
                 # Counted from memory: the histogram of Triton 3.6 miscounts the layout of `ids`.
                 tl.debug_barrier()
-                pair = first_row.to(tl.int64) * K + tl.arange(0, BT * SUB * L)
-                mine = pair < last_row.to(tl.int64) * K
+                zero = tl.zeros((1,), dtype=tl.int64)
+                pair = (zero + first_row) * K + tl.arange(0, BT * SUB * L)
+                mine = pair < (zero + last_row) * K
                 ids = tl.load(expert + pair, mask=mine, other=-1)
                 counts += tl.histogram(ids, EB, mask=ids >= 0)
         W: tl.constexpr = 4 * LANES
@@ -880,12 +881,19 @@ _FAST_LARGEST_K = 16
 _NO_BUCKETS = {"L": 0, "BUCKETS": 1, "LANES": 1, "N": 1, "J": 1, "BT": 1, "SUB": 1}
 
 
+# What the benchmark sets to time other plans than the rules below give: "exact" (1: no two-stage
+# selection), "lanes" (threads of a row), "warps" (of a program), "sub" (1, 2, 4: tiles that stage
+# two takes at once), "each" (steps of a program); where one program does all, "warps", "elements"
+# (logits of a thread in one step) and "words" (words of 32 slots that it sorts at once).
+forced_plan: dict[str, int] = {}
+
+
 def _fast_sizes(E: int, k: int) -> dict[str, int] | None:
     """Bucket sizes of the two-stage selection, or None where it does not pay."""
     if E < 64 or k > _FAST_LARGEST_K or (k > 8 and E < 128):
         return None
     vectors = 1 if E <= 1024 else 2  # J: columns of a bucket / 4
-    lanes = 4
+    lanes = forced_plan.get("lanes", 4)
     while lanes * 32 * vectors < E and lanes < 64:
         lanes *= 2
     if lanes * 32 * vectors < E:
@@ -898,11 +906,6 @@ def _fast_sizes(E: int, k: int) -> dict[str, int] | None:
         "N": each,
         "J": vectors,
     }
-
-
-# What the benchmark sets to time other plans than the rules below give: "exact" (1: no two-stage
-# selection), "sub" (1, 2, 4: tiles that stage two takes at once), "each" (steps of a program).
-forced_plan: dict[str, int] = {}
 
 
 def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: bool) -> _Plan:
@@ -919,21 +922,25 @@ def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: boo
         sizes["BX"] = max(1, min(256, 2048 // width))
         if T * width <= _ONE_PROGRAM_LOGITS and T <= _ONE_PROGRAM_ROWS:
             warps = 4 if T * width <= 1024 else 8 if T * width <= 2048 else 16
-            sizes["BX"] = min(np2(max(T, 1)), max(1, warps * 256 // width))
+            warps = forced_plan.get("warps", warps)
+            elements = forced_plan.get("elements", 8)
+            sizes["BX"] = min(np2(max(T, 1)), max(1, warps * 32 * elements // width))
             return _Plan(1, max(T, 1), sizes, warps)
         tiles = triton.cdiv(T, sizes["BX"])
         each = forced_plan.get("each", max(1, min(16, tiles // 1024)))
         return _Plan(triton.cdiv(tiles, each), each * sizes["BX"], sizes, 4)
-    warps = max(4, fast["LANES"] // 32)
+    warps = max(forced_plan.get("warps", 4), fast["LANES"] // 32)
     sizes.update(fast)
     sizes["BT"] = warps * 32 // fast["LANES"]
     sizes["BX"] = max(1, min(sizes["BT"], 1024 // width))
-    sub = min(4, fast["LANES"])
+    # With four threads a row, stage two takes one tile at once: on an H200 at T=65536, E=128, K=8
+    # four tiles at once take 77 us instead of 53 (bench_router.py --tune --shapes 7).
+    sub = 1 if fast["LANES"] == 4 else min(4, fast["LANES"])
     while sub > 1 and sub * sizes["BT"] * 264 > T:
         sub //= 2
     sizes["SUB"] = sub = forced_plan.get("sub", sub)
     tiles = triton.cdiv(T, sub * sizes["BT"])
-    each = forced_plan.get("each", max(1, min(8, tiles // 528)))
+    each = forced_plan.get("each", max(1, min(8, tiles // 512)))
     return _Plan(triton.cdiv(max(tiles, 1), each), each * sub * sizes["BT"], sizes, warps)
 
 
@@ -966,7 +973,8 @@ def _topk_gating_triton(
         torch.empty(E + 1 if metadata else 0, **i32), *(torch.empty(rows, **i32) for _ in range(3))
     )
     one = plan.blocks == 1
-    alone = one and metadata and plan.warps <= words_per_step(E)
+    words = forced_plan.get("words", words_per_step(E))
+    alone = one and metadata and plan.warps <= words
     partial = (counts, prob_sum, nonfinite)
     if not one:
         partial = (
@@ -975,14 +983,14 @@ def _topk_gating_triton(
             torch.empty(plan.blocks, **i32),
         )
     with on_device(logits_TE):
-        _gating_kernel[(plan.blocks,)](
+        launch(_gating_kernel, (plan.blocks,),
             logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
             logits_TE if valid_T is None else valid_T.contiguous(),
             expert, gate, lse, *partial, *meta, T, plan.block, logits_TE.stride(0),
             logits_TE.stride(1), scale, k,
             TOP=group_top, SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],
             HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=alone,
-            BITS=expert_bits(E), WORDS=words_per_step(E), ASM=not INTERPRET,
+            BITS=expert_bits(E), WORDS=words, ASM=not INTERPRET,
             num_warps=plan.warps, **plan.sizes,
         )  # fmt: skip
         if not one:
@@ -1016,7 +1024,7 @@ def _topk_gating_backward_triton(
     bt = max(1, min(128, 2048 // max(np2(E), np2(k))))
     given = [None if d is None else d.contiguous() for d in (d_gate_TK, d_lse_T, d_prob_E)]
     with on_device(logits_TE):
-        _backward_kernel[(triton.cdiv(T, bt),)](
+        launch(_backward_kernel, (triton.cdiv(T, bt),),
             logits_TE, expert_TK, gate_TK, *(gate_TK if d is None else d for d in given),
             d_logits, T, logits_TE.stride(0), logits_TE.stride(1), scale, k,
             E=E, EP=np2(E), K=k, KP=np2(k), SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],

@@ -26,7 +26,7 @@ from moe.kernels._grouped import (
     used_rows,
 )
 from moe.kernels._tiles import Config, halves, ragged_load
-from moe.kernels._triton import tl, triton
+from moe.kernels._triton import launch, tl, triton
 from moe.kernels._tuning import size_class
 
 # --------------------------------------------------------------------------------------- reference
@@ -272,7 +272,7 @@ def weight_gradient_triton(
         if right_token_R is None:
             right_desc = _tiles.ragged_descriptor(right_RO, [c.bk, c.bn])
     count = E * triton.cdiv(I, c.bm) * triton.cdiv(O, c.bn)
-    _outer_kernel[(_tiles.grid_size(left_RI.device, c, count),)](
+    launch(_outer_kernel, (_tiles.grid_size(left_RI.device, c, count),),
         left_RI, left_desc, left_token_R, right_RO, right_desc, right_token_R, out_EIO, out_desc,
         offsets_E1, E, I, O, left_RI.stride(0) // vec, right_RO.stride(0) // vec,
         GATHER_LEFT=left_token_R is not None, GATHER_RIGHT=right_token_R is not None,
@@ -297,7 +297,7 @@ def bias_gradient_triton(
         return out_EO.zero_()
     g_RO = _tiles.with_unit_stride(g_RO)
     gates_S = None if gates_S is None else gates_S.contiguous()
-    _bias_gradient_kernel[(E, triton.cdiv(O, 64))](
+    launch(_bias_gradient_kernel, (E, triton.cdiv(O, 64)),
         g_RO, token_R, gates_S, slot_R, offsets_E1, out_EO, O, g_RO.stride(0),
         GATHER=token_R is not None, GATES=gates_S is not None, SLOTS=slot_R is not None,
         BR=32, BO=64,
