@@ -25,16 +25,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from moe.control import begin_step
-from parallel import World, check_same_weights, launched_size, shutdown, start
+from parallel import World, launched_hosts, launched_size, shutdown, start
 from training import faults, status
-from training.assemble import (
-    make_model,
-    make_optimizer,
-    model_config,
-    prepare_execution,
-    restore,
-    snapshot,
-)
+from training.assemble import make_trainee, model_config, restore_random_states, snapshot
 from training.checkpoint import CheckpointError, Saver
 from training.config import Config, ConfigError, Plan, load_config, make_plan, write_resolved
 from training.data import build_data, load_tokenizer
@@ -73,13 +66,10 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     folder = run.folder if world.main else None
     log = RunLog(folder, run.attempt, status.wandb_settings(config, run))
 
-    model = make_model(config, architecture, plan, device, resumed=run.checkpoint is not None)
-    optimizer = make_optimizer(config, model)
+    trainee = make_trainee(config, architecture, plan, device, run.checkpoint)
     if run.checkpoint is not None:
-        restore(run.checkpoint, model, optimizer, world, config.run.seed)
-    begin_step(model, max(1, progress.step))
-    check_same_weights(world, list(optimizer.tensors().values()))
-    prepare_execution(config, plan, model)
+        restore_random_states(run.checkpoint, world, config.run.seed)
+    begin_step(trainee.model, max(1, progress.step))
 
     saver = Saver(
         run.checkpoints,
@@ -97,8 +87,7 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
         log,
         tokenizer,
         data,
-        model,
-        optimizer,
+        trainee,
         saver,
         steps,
         progress,
@@ -133,7 +122,7 @@ def train(job: Job, stop: StopRequest) -> int:
                 status.router_change(job, change)
             if totals.targets:
                 result = train_step(
-                    job.model,
+                    job.trainee.forward,
                     job.optimizer,
                     batches,
                     totals,
@@ -181,7 +170,11 @@ def evaluate(job: Job) -> dict[str, float]:
     text = None
     if evaluation.sample_prompt is not None:
         text = sample_text(
-            job.model, job.tokenizer, evaluation.sample_prompt, evaluation.sample_tokens
+            job.model,
+            job.tokenizer,
+            evaluation.sample_prompt,
+            evaluation.sample_tokens,
+            world=job.world,
         )
     status.evaluated(job, metrics, text)
     return metrics
@@ -195,8 +188,7 @@ def save(job: Job) -> None:
             step=progress.step,
             tokens=progress.tokens,
             position=progress.position,
-            model=job.model,
-            optimizer=job.optimizer,
+            trainee=job.trainee,
             folder=job.run.folder,
             attempt=job.run.attempt,
         )
@@ -230,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
         if len(paths) > 1:
             raise ConfigError(f"one config file, please, not {len(paths)}: {' '.join(paths)}")
         config = load_config(paths[0] if paths else None, overrides)
-        plan = make_plan(config, launched_size())
+        plan = make_plan(config, launched_size(), hosts=launched_hosts())
         world = start(plan.device, config.parallel.timeout_s)
         job = prepare(config, plan, world)
     except ValueError as error:  # ConfigError, DataError, and what models and layers refuse

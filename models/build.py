@@ -8,6 +8,7 @@ number of processes or layout.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -81,15 +82,32 @@ def init_weights(model: Decoder, seed: int) -> None:
     """Fill all parameters: matrices N(0, initializer_range²), norms 1, biases 0."""
     for name, kind in parameter_kinds(model).items():
         parameter = model.get_parameter(name)
-        if kind == "norm":
-            parameter.fill_(1.0)
-        elif kind == "bias":
-            parameter.zero_()
-        elif kind == "expert":
-            for expert, weight in enumerate(parameter):
-                weight.copy_(draw(model.config, name, weight.shape, seed, expert))
-        else:
-            parameter.copy_(draw(model.config, name, parameter.shape, seed))
+        if kind != "expert":
+            parameter.copy_(initial_values(model.config, name, parameter.shape, seed))
+            continue
+        for expert, weight in enumerate(parameter):  # one at a time: they may be large together
+            one = range(expert, expert + 1)
+            weight.copy_(initial_values(model.config, name, parameter.shape, seed, one)[0])
+
+
+def initial_values(
+    config: ModelConfig,
+    name: str,
+    shape: Sequence[int],
+    seed: int,
+    experts: range | None = None,
+) -> Tensor:
+    """Initial fp32 values of the parameter `name` of that shape on the CPU, or of some of its
+    experts, stacked."""
+    kind = _kind(name)
+    if kind == "norm":
+        return torch.ones(shape)
+    if kind == "bias":
+        return torch.zeros(shape)
+    if kind != "expert":
+        return draw(config, name, torch.Size(shape), seed)
+    experts = range(shape[0]) if experts is None else experts
+    return torch.stack([draw(config, name, torch.Size(shape[1:]), seed, i) for i in experts])
 
 
 def draw(

@@ -10,7 +10,7 @@ Shape letters: B prompts, L prompt length, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,7 @@ def generate(
     *,
     max_new_tokens: int,
     eos_token_ids: Sequence[int] | None = None,
+    settle: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue every prompt; yields one list per step, a token or None (ended) for each prompt.
 
@@ -59,6 +60,8 @@ def generate(
         eos_token_ids: tokens that end a prompt (the token itself is yielded); default: the
             model's. An empty list never ends early.
         max_new_tokens: at most so many for each.
+        settle: called with the next tokens [B]; returns those that count. Processes that share a
+            model agree there, as their last bits may differ and all must make the same steps.
 
     Routing is plain top-K and every token is routed alone, so a prompt's text does not depend on
     the others beside it, up to rounding. The model is put into evaluation mode for the time being.
@@ -73,7 +76,7 @@ def generate(
         raise ValueError(f"generate: prompt tokens must be in [0, {vocab})")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    return _generate(model, prompts, sampling, max_new_tokens, stop)
+    return _generate(model, prompts, sampling, max_new_tokens, stop, settle)
 
 
 def _generate(
@@ -82,6 +85,7 @@ def _generate(
     sampling: Sampling,
     max_new_tokens: int,
     stop: set[int],
+    settle: Callable[[Tensor], Tensor] | None,
 ) -> Iterator[list[int | None]]:
     weight = model.norm.weight
     device = weight.device
@@ -93,7 +97,7 @@ def _generate(
         valid_BL[row, : len(prompt)] = True
     tokens_BL, valid_BL = tokens_BL.to(device), valid_BL.to(device)
 
-    dtype = weight.dtype
+    dtype = model.compute_dtype or weight.dtype
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     capacity = max(lengths) + max_new_tokens
@@ -108,6 +112,8 @@ def _generate(
                 valid = valid_BL if step == 0 else None
                 out = model(tokens_BL, valid_BL=valid, cache=cache, logits="last")
                 next_B = choose(out.logits, sampling, generator)
+            if settle is not None:
+                next_B = settle(next_B)
             chosen = next_B.tolist()
             yield [None if done else token for done, token in zip(ended, chosen, strict=True)]
             ended = [done or token in stop for done, token in zip(ended, chosen, strict=True)]

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -327,62 +327,106 @@ def load_hf(
 
 @torch.no_grad()
 def load_weights(model: Decoder, folder: str | Path, *, drop_mtp: bool = False) -> None:
-    """Fill the model from a folder: sharded or not, per expert or fused, tied or not.
+    """Fill the model from a folder. Values are cast to the model's dtype, routers to theirs.
 
-    Values are cast to the model's dtype, routers to theirs. `drop_mtp` leaves out the layers after
-    the last one (multi-token prediction of the public GLM-4.x files), which this model does not
-    have.
-
-    Raises:
-        ValueError: listing every tensor that is missing, unknown or of another shape.
+    See `HfWeights` for what is accepted and what is refused.
     """
-    config, files = model.config, tensor_files(folder)
-    names = set(files)
-    if drop_mtp:
-        names = {name for name in names if not _is_mtp(name, config)}
-    fused = frozenset(layer for layer in config.moe_layers if names & set(fused_names(layer)))
-    plan = entries(config, fused)
-    wanted = {entry.name for entry in plan}
-    unknown = names - wanted
-    tied_copy = config.tie_word_embeddings and "lm_head.weight" in unknown
-    if tied_copy:
-        unknown.discard("lm_head.weight")
-    missing = sorted(wanted - names)
+    weights = HfWeights(model.config, folder, drop_mtp=drop_mtp)
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in weights.names:
+        weights.read(name, targets[name])
 
-    opened: dict[Path, Any] = {}
-    wrong = []
 
-    def open_(name: str) -> Any:
-        if files[name] not in opened:
-            opened[files[name]] = safe_open(files[name], framework="pt", device="cpu")
-        return opened[files[name]]
+class HfWeights:
+    """A folder's tensors by the names of our parameters and buffers, read when asked for: sharded
+    or not, per expert or fused, tied or not.
+    """
 
-    for entry in plan:
-        if entry.name in names:
-            found = open_(entry.name).get_slice(entry.name)
-            shape, expected = tuple(found.get_shape()), entry.shape(targets[entry.source])
-            if shape != expected:
-                wrong.append(f"{entry.name} {list(shape)} instead of {list(expected)}")
-            elif found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                wrong.append(f"{entry.name} is {found.get_dtype()}: quantised weights are not read")
-    if missing or unknown or wrong:
-        hint = ""
-        if any(_is_mtp(name, config) for name in unknown):
-            hint = "; layers after the last are multi-token prediction: drop_mtp (--drop-mtp)"
-        raise ValueError(
-            _list_problems(str(folder), missing=missing, unknown=sorted(unknown), wrong=wrong)
-            + hint
-        )
-    for entry in plan:
-        entry.put(targets[entry.source], open_(entry.name).get_tensor(entry.name))
-    if tied_copy:
-        copy, kept = open_("lm_head.weight").get_tensor("lm_head.weight"), model.embed.weight
-        if not torch.equal(copy.to(kept), kept):
+    def __init__(self, config: ModelConfig, folder: str | Path, *, drop_mtp: bool = False) -> None:
+        """
+        Args:
+            drop_mtp: leave out the layers after the last one (multi-token prediction of the public
+                GLM-4.x files), which this model does not have.
+
+        Raises:
+            ValueError: listing every tensor that is missing, unknown or of another shape.
+        """
+        self._files = tensor_files(folder)
+        self._opened: dict[Path, Any] = {}
+        self._shapes = _shapes(config)
+        names = set(self._files)
+        if drop_mtp:
+            names = {name for name in names if not _is_mtp(name, config)}
+        fused = frozenset(layer for layer in config.moe_layers if names & set(fused_names(layer)))
+        plan = entries(config, fused)
+        unknown = names - {entry.name for entry in plan}
+        tied_copy = config.tie_word_embeddings and "lm_head.weight" in unknown
+        if tied_copy:
+            unknown.discard("lm_head.weight")
+        missing = sorted({entry.name for entry in plan} - names)
+        wrong = []
+        for entry in plan:
+            if entry.name in names:
+                found = self._open(entry.name).get_slice(entry.name)
+                shape, expected = tuple(found.get_shape()), entry.shape(self._shapes[entry.source])
+                kind = found.get_dtype()
+                if shape != expected:
+                    wrong.append(f"{entry.name} {list(shape)} instead of {list(expected)}")
+                elif kind not in ("F64", "F32", "F16", "BF16"):
+                    wrong.append(f"{entry.name} is {kind}: quantised weights are not read")
+        if missing or unknown or wrong:
+            hint = ""
+            if any(_is_mtp(name, config) for name in unknown):
+                hint = "; layers after the last are multi-token prediction: drop_mtp (--drop-mtp)"
             raise ValueError(
-                f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
-                "model.embed_tokens.weight"
+                _list_problems(str(folder), missing=missing, unknown=sorted(unknown), wrong=wrong)
+                + hint
             )
+        self._entries: dict[str, list[Entry]] = {}
+        for entry in plan:
+            self._entries.setdefault(entry.source, []).append(entry)
+        if tied_copy:
+            copy, kept = (self._tensor(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+            if not torch.equal(copy.to(kept), kept):
+                raise ValueError(
+                    f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
+                    "model.embed_tokens.weight"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters and buffers that the folder fills: all of the model's."""
+        return list(self._entries)
+
+    def values(self, name: str, experts: range | None = None) -> Tensor:
+        """fp32 values of a parameter on the CPU, or of some of its experts, stacked."""
+        shape = list(self._shapes[name].shape)
+        shape[0] = shape[0] if experts is None else len(experts)
+        into = torch.empty(shape)
+        self.read(name, into, experts)
+        return into
+
+    def read(self, name: str, into: Tensor, experts: range | None = None) -> None:
+        """Fill a tensor with a parameter or buffer, or with some of its experts."""
+        for entry in self._entries[name]:
+            if experts is None:
+                entry.put(into, self._tensor(entry.name))
+            elif entry.expert is None:  # all experts of a layer in one tensor
+                entry.put(into, self._tensor(entry.name, experts))
+            elif entry.expert in experts:
+                place = replace(entry, expert=entry.expert - experts.start)
+                place.put(into, self._tensor(entry.name))
+
+    def _open(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt", device="cpu")
+        return self._opened[file]
+
+    def _tensor(self, name: str, rows: range | None = None) -> Tensor:
+        if rows is None:
+            return self._open(name).get_tensor(name)
+        return self._open(name).get_slice(name)[rows.start : rows.stop]
 
 
 def _is_mtp(name: str, config: ModelConfig) -> bool:

@@ -143,6 +143,8 @@ class Decoder(nn.Module):
         self.rope = Rope(config)
         self.checkpointing: Checkpointing = "none"  # set by apply_checkpointing
         self.compiled = False  # set by compile_blocks
+        self.compute_dtype: torch.dtype | None = None
+        """Of activations, where it is not that of the weights: a sharding engine casts them."""
 
     @property
     def loss_backend(self) -> str:

@@ -1,6 +1,6 @@
 """What differs between one process and many.
 
-    data_parallel     joining the other processes, sums and agreements between them
+    world             joining the other processes, sums and agreements between them
     mesh              nodes × local ranks, and who shares what
     expert_parallel   MoE layers whose experts live on several ranks (all_to_all, dispatch,
                       transport and pull: how tokens travel)
@@ -12,13 +12,14 @@ Nothing here knows models or data. The names below need no more than torch; the 
 from its modules by those who use it.
 """
 
-from parallel.data_parallel import (
+from parallel.world import (
     World,
     agree,
     barrier,
-    check_same_weights,
+    broadcast_,
     from_main,
     gather,
+    launched_hosts,
     launched_size,
     shutdown,
     start,
@@ -29,9 +30,10 @@ __all__ = [
     "World",
     "agree",
     "barrier",
-    "check_same_weights",
+    "broadcast_",
     "from_main",
     "gather",
+    "launched_hosts",
     "launched_size",
     "shutdown",
     "start",

@@ -82,7 +82,8 @@ class DeepSpeedEngine:
         self._zero = self._engine.optimizer
         self._link(masters)
         self.terms = torch.zeros(num_terms, device=mesh.device)
-        self._sums = GlobalSums(mesh, self.terms)
+        self._sums = GlobalSums(mesh, self.terms, groups)
+        self.group_norms = self._sums.group_norms
         self._routers = ShardedAdamW(
             {
                 name: (self._parameters[name].detach().view(-1), self.places[name])
@@ -267,9 +268,9 @@ class DeepSpeedEngine:
         """ZeRO's `_get_norm_groups`: the norm of the whole model; also asks the guard."""
         if self.mesh.plan.world > 1 and self._router_grads.numel():
             dist.all_reduce(self._router_grads)
-        gradients = {kind: [self._gradient(n) for n in self._names[kind]] for kind in
-                     ("dense", "expert")}  # fmt: skip
-        norm = self._sums.reduce(gradients | {"router": [self._router_grads]})
+        gradients = [(self.places[name], self._gradient(name)) for name in self._sharded()]
+        gradients += [(self.places[name], part.grad) for name, part in self._routers.parts.items()]
+        norm = self._sums.reduce(gradients)
         self._outcome = self.guard.judge(norm, self.terms)
         scale = torch.ones_like(norm)
         if self.settings.clip_norm is not None:

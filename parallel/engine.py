@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import Router
-from parallel.data_parallel import fingerprint
 from parallel.expert_parallel import ExpertParallelOptions, ExpertRange, split_experts
 from parallel.flat_shard import FlatShard
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, MeshPlan
+from parallel.world import fingerprint
 
 ENGINES = ("auto", "fsdp2", "deepspeed")
 
@@ -74,6 +74,11 @@ class Engine(Protocol):
     """Parameter of the split model → what it is."""
     terms: Tensor
     """float32: loss terms of the step on this rank; after `step` their sums over ranks."""
+    groups: Sequence[Group]
+    group_norms: Tensor
+    """float32, of the last step: the norm of each group's gradient, before clipping."""
+    guard: Guard
+    mesh: Mesh
 
     def zero_grad(self) -> None:
         """Forget gradients and terms of the last step."""
@@ -184,9 +189,11 @@ def prepare(
 class GlobalSums:
     """One all-reduce a step: the squared norm of all gradients, and the loss terms."""
 
-    def __init__(self, mesh: Mesh, terms: Tensor) -> None:
+    def __init__(self, mesh: Mesh, terms: Tensor, groups: Sequence[Group]) -> None:
         self.mesh = mesh
         self.terms = terms
+        self.group_norms = torch.zeros(len(groups), device=terms.device)
+        self._number = {group.name: number for number, group in enumerate(groups)}
         plan = mesh.plan
         # How many ranks hold the same element, by kind of parameter.
         self.copies = {
@@ -195,24 +202,30 @@ class GlobalSums:
             "router": plan.world,
         }
 
-    def reduce(self, gradients: Mapping[str, Sequence[Tensor]]) -> Tensor:
-        """The norm, float32 scalar; `terms` become their sums.
+    def reduce(self, gradients: Sequence[tuple[Place, Tensor]]) -> Tensor:
+        """The norm, float32 scalar; `terms` become their sums, `group_norms` are filled.
 
         Args:
-            gradients: by kind, this rank's parts.
+            gradients: this rank's parts.
         """
-        squares = torch.zeros((), dtype=torch.float64, device=self.terms.device)
-        for kind, parts in gradients.items():
-            parts = [part for part in parts if part.numel()]
-            if parts:
-                norms = torch.stack(torch._foreach_norm(parts)).double()
-                squares += norms.square().sum().to(squares.device) / self.copies[kind]
-        sums = torch.cat([squares[None], self.terms.double()])
+        parts: dict[tuple[str, str], list[Tensor]] = {}
+        for place, part in gradients:
+            if part.numel():
+                parts.setdefault((place.kind, place.group.name), []).append(part)
+        squares: list[list[Tensor]] = [[] for _ in self._number]
+        for (kind, group), these in parts.items():
+            norms = torch.stack(torch._foreach_norm(these)).double()
+            square = norms.square().sum().to(self.terms.device) / self.copies[kind]
+            squares[self._number[group]].append(square)
+        none = torch.zeros((), dtype=torch.float64, device=self.terms.device)
+        sums = torch.cat([torch.stack([sum(s, none) for s in squares]), self.terms.double()])
         if self.mesh.plan.world > 1:
             # Every rank gets the same bits, so all clip and skip alike.
             dist.all_reduce(sums)
-        self.terms.copy_(sums[1:])
-        return sums[0].sqrt().float()
+        count = len(squares)
+        self.terms.copy_(sums[count:])
+        self.group_norms.copy_(sums[:count].sqrt())
+        return sums[:count].sum().sqrt().float()
 
     def all_finite(self, buffers: Sequence[Tensor]) -> Tensor:
         """Whether these are finite on all ranks: a boolean scalar on the device."""
@@ -339,6 +352,35 @@ def check_replicas(engine: Engine, mesh: Mesh) -> None:
         )
 
 
+def resolve_engine(name: str, plan: MeshPlan, offload: bool) -> str | None:
+    """The engine that `parallel.engine` means here; None for one process, which uses none.
+
+    Raises:
+        ValueError: an unknown engine, one that is not installed, or one that cannot do what is
+            asked.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"parallel.engine={name!r} is unknown; allowed: {', '.join(ENGINES)}")
+    if plan.world == 1:
+        if offload:
+            raise ValueError(
+                "parallel.offload=true needs several processes: one process uses no engine"
+            )
+        return None
+    if name == "auto":
+        name = "deepspeed" if offload else "fsdp2"
+    if name == "fsdp2" and offload:
+        raise ValueError(
+            "parallel.offload=true needs parallel.engine=deepspeed (or auto); fsdp2 keeps all "
+            "state on the device"
+        )
+    if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise ValueError(
+            "parallel.engine=deepspeed needs the package: pip install 'tessera-moe[deepspeed]'"
+        )
+    return name
+
+
 def make_engine(
     name: str,
     model: nn.Module,
@@ -371,9 +413,8 @@ def make_engine(
     Raises:
         ValueError: an unknown engine, one that is not installed or cannot do what is asked.
     """
-    if name not in ENGINES:
-        raise ValueError(f"parallel.engine={name!r} is unknown; allowed: {', '.join(ENGINES)}")
-    if mesh.plan.world == 1:
+    resolved = resolve_engine(name, mesh.plan, offload)
+    if resolved is None:
         raise ValueError(
             f"parallel.engine={name} needs several processes; one process uses no engine"
         )
@@ -383,8 +424,6 @@ def make_engine(
             f"the model's weights are {', '.join(sorted(narrow))}; an engine needs float32 "
             "weights, which it keeps as master weights, and casts them itself"
         )
-    if name == "auto":
-        name = "deepspeed" if offload else "fsdp2"
     arguments = (model, mesh, groups, units, guard)
     common = {
         "num_terms": num_terms,
@@ -392,19 +431,10 @@ def make_engine(
         "options": options or ExpertParallelOptions(),
         "dtype": dtype,
     }
-    if name == "deepspeed":
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ValueError(
-                "parallel.engine=deepspeed needs the package: pip install 'tessera-moe[deepspeed]'"
-            )
+    if resolved == "deepspeed":
         from parallel.deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(*arguments, offload=offload, **common)
-    if offload:
-        raise ValueError(
-            "parallel.offload=true needs parallel.engine=deepspeed (or auto); fsdp2 keeps all "
-            "state on the device"
-        )
     from parallel.fsdp2_engine import Fsdp2Engine
 
     return Fsdp2Engine(*arguments, **common)

@@ -44,7 +44,7 @@ from parallel.dispatch import (
     received_routing,
     sort_pairs,
 )
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, MeshPlan
 from parallel.pull import Pull, SymmetricMemory
 from parallel.transport import Collective, Pairwise, Transport
 
@@ -97,6 +97,27 @@ class ExpertParallelOptions:
                     "with parallel.schedule=pairwise: collective"
                 )
 
+    def check(self, plan: MeshPlan, device_type: str) -> None:
+        """Refuse what cannot work on this device, or has no effect in this layout.
+
+        Raises:
+            ValueError: setting, value and what is allowed.
+        """
+        if self.transport == "pull" and device_type != "cuda":
+            raise ValueError(
+                f"parallel.transport=pull needs CUDA devices, this run is on {device_type}; "
+                "allowed here: collective"
+            )
+        if plan.expert > 1 or plan.world == 1:
+            return  # one process runs any layout's config
+        default = ExpertParallelOptions()
+        for name in ("chunks", "schedule", "deduplicate", "payload", "transport"):
+            if getattr(self, name) != getattr(default, name):
+                raise ValueError(
+                    f"parallel.{name}={getattr(self, name)!r} has no effect while the experts are "
+                    "not split (parallel.expert is 1 here); leave it out"
+                )
+
 
 def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | None:
     """What moves rows in the expert group; None when nothing has to move. Layers can share it."""
@@ -105,11 +126,7 @@ def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | No
     group = mesh.group("expert")
     assert group is not None, f"no expert group in a world of {mesh.plan.world}"
     if options.transport == "pull":
-        if mesh.device.type != "cuda":
-            raise ValueError(
-                f"parallel.transport=pull needs CUDA devices, this run is on {mesh.device.type}; "
-                "allowed here: collective"
-            )
+        options.check(mesh.plan, mesh.device.type)
         hosts: list[str] = [""] * mesh.plan.expert
         dist.all_gather_object(hosts, socket.gethostname(), group=group)
         if len(set(hosts)) > 1:

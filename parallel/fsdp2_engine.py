@@ -59,7 +59,7 @@ class Fsdp2Engine:
         meta = any(parameter.is_meta for parameter in model.parameters())
         wrap(model, mesh, units, [model.get_parameter(n) for n in self._named("router")], dtype)
         if meta:
-            model.to_empty(device=mesh.device)
+            _to_empty(model, mesh.device)
         for name in self._named("router"):  # FSDP has moved the others
             router = model.get_parameter(name)
             router.data = router.data.to(mesh.device)
@@ -79,7 +79,8 @@ class Fsdp2Engine:
         for name, piece in zip(routers, self._router_grads.split(sizes)):
             self._parameters[name].grad = piece.view_as(self._parameters[name])
         self.terms = torch.zeros(num_terms, device=mesh.device)
-        self._sums = GlobalSums(mesh, self.terms)
+        self._sums = GlobalSums(mesh, self.terms, groups)
+        self.group_norms = self._sums.group_norms
 
     def _named(self, kind: str) -> list[str]:
         return [name for name, place in self.places.items() if place.kind == kind]
@@ -135,12 +136,12 @@ class Fsdp2Engine:
     def step(self, lr: float) -> Any:
         if self.mesh.plan.world > 1 and self._router_grads.numel():
             dist.all_reduce(self._router_grads)
-        gradients: dict[str, list[Tensor]] = {"dense": [], "expert": [], "router": []}
+        gradients = []
         for name, part in self.optimizer.parts.items():
             grad = self._parameters[name].grad
             # A part that took no part in this step still decays and still counts it.
             part.grad = torch.zeros_like(part) if grad is None else _flat(grad)
-            gradients[self.places[name].kind].append(part.grad)
+            gradients.append((self.places[name], part.grad))
         norm = self._sums.reduce(gradients)
         outcome = self.guard.judge(norm, self.terms)
         scale = torch.ones_like(norm)
@@ -229,6 +230,18 @@ def wrap(
         unit.set_modules_to_forward_prefetch([*inner[unit], *([after] if after else [])])
     for unit, before in zip(units, [None, *units[:-1]]):
         unit.set_modules_to_backward_prefetch([*inner[unit], *([before] if before else [])])
+
+
+def _to_empty(model: nn.Module, device: torch.device) -> None:
+    """Give a model on meta its memory; weights that modules share stay shared."""
+    users: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            users.setdefault(id(parameter), []).append((module, key))
+    model.to_empty(device=device)
+    for (first, name), *others in users.values():
+        for module, key in others:
+            module._parameters[key] = first._parameters[name]
 
 
 def _shard_mesh(mesh: Mesh, kind: str) -> DeviceMesh:

@@ -89,6 +89,18 @@ class MeshPlan:
         """Index of a rank inside its group."""
         return next(ranks.index(rank) for ranks in self.members(group) if rank in ranks)
 
+    def placed(self, kind: str) -> str:
+        """In a few words, where parameters lie: kind is dense, expert or router."""
+        if kind == "router":
+            return f"whole on {self.world} ranks"
+        if kind == "expert":
+            split = f"split over {self.expert}, " if self.expert > 1 else ""
+            shards, copies = self.expert_shard, self.expert_replica
+        else:
+            split, shards, copies = "", self.local, self.nodes
+        text = f"{split}sharded {shards}-fold" if shards > 1 or not split else split[:-2]
+        return text + (f", {copies} replicas" if copies > 1 else "")
+
     def describe(self) -> str:
         """One line for the log."""
         text = f"{self.nodes} node(s) × {self.local} local: dense weights sharded {self.local}-fold"

@@ -11,8 +11,8 @@ of the exchanges alone. hidden = 1 - (time - free) / alone. With --row-us every 
 microseconds on the wire, one exchange after the other, as on a slow network: that shows the
 schedule on a machine without one.
 
-engine: whole steps of the config's model on random tokens under `parallel.engine`, tokens per
-second and peak memory. `--small` takes the narrow model of scripts/verify.py.
+engine: whole steps of a config on random tokens, by the trainer's own model, engine and step:
+tokens per second, peak memory, losses. `--small` takes the narrow model of scripts/verify.py.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.build import build_model
-from models.execution import apply_checkpointing
 from moe import MoE, MoEConfig
-from parallel.engine import AdamSettings, make_engine
 from parallel.expert_parallel import ExpertParallelOptions, expert_parallel, make_transport
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.processes import run_processes
 from parallel.transport import Pending, Split, Transport
+from parallel.world import joined
 from scripts import verify
-from training.config import load_config
-from training.optim import StepGuard
+from training.assemble import make_trainee
+from training.config import Config, Plan, load_config, make_plan
+from training.data.batch import make_batch
+from training.data.order import Row
+from training.loop import agree_on_step, train_step
 
 MODES = {
     "1 chunk": {"chunks": 1},
@@ -207,64 +209,51 @@ def _wait_for(device: torch.device) -> None:
 # ---- whole steps ---------------------------------------------------------------------------------
 
 
-def bench_engine(
-    config: Any, layout: verify.Layout, small: bool, device_type: str, steps: int
-) -> dict[str, Any]:
-    """Seconds a step and peak memory of this rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
-    architecture = config.model.config
-    architecture = verify.shrink(architecture) if small else architecture
-    length = min(config.data.seq_len, architecture.max_position_embeddings)
-    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
-    mesh = build_mesh(layout.plan(world, architecture), device)
-    model = build_model(architecture, kernels=config.model.kernels, device="meta")
-    groups = verify.groups_of(model, config)
-    apply_checkpointing(model, config.train.checkpointing)
-    tied = architecture.tie_word_embeddings
-    engine = make_engine(
-        layout.engine,
-        model,
-        mesh,
-        groups,
-        list(model.layers) if tied else [model.embed, *model.layers, model.head],
-        StepGuard(device),
-        num_terms=1,
-        settings=AdamSettings(config.optim.betas, config.optim.eps, config.optim.clip_norm),
-        options=layout.options(),
-        dtype=dtype,
-        offload=layout.offload,
-    )
-    shapes = engine.shapes()
-
-    def noise(name: str, experts: range | None) -> Tensor:
-        shape = shapes[name] if experts is None else [len(experts), *shapes[name][1:]]
-        return torch.full(shape, 1.0) if len(shape) == 1 else 0.02 * torch.randn(shape)
-
-    engine.fill(noise)
-    for buffer in model.buffers():
-        buffer.zero_()
-    rows = config.train.micro_batch_size
-    tokens_BL = torch.randint(3, architecture.vocab_size, (rows, length), device=device)
-    times = []
-    for _ in range(steps + 2):
+def bench_engine(config: Config, plan: Plan, steps: int) -> dict[str, Any]:
+    """Seconds a step and peak memory of this rank, by the trainer's own model, engine and step."""
+    world = joined()
+    device = torch.device(plan.device, world.local_rank if plan.device == "cuda" else None)
+    started = time.perf_counter()
+    trainee = make_trainee(config, config.model.config, plan, device)
+    building = time.perf_counter() - started
+    draw = np.random.default_rng(world.rank)
+    vocabulary, length = config.model.config.vocab_size, config.data.seq_len
+    batches = []
+    for _ in range(plan.accumulation):
+        rows = []
+        for _ in range(config.train.micro_batch_size):
+            tokens = draw.integers(0, vocabulary, length + 1)
+            rows.append(Row(tokens[:-1], tokens[1:].copy(), [length]))
+        batches.append(make_batch(rows, [(0, 0, 0)] * len(rows), length, 0))
+    times, losses = [], []
+    for step in range(1, steps + 3):
         dist.barrier()
         _wait_for(device)
         start = time.perf_counter()
-        engine.zero_grad()
-        with engine.micro_batch(last=True):
-            out = engine.model(tokens_BL, labels_BL=tokens_BL)
-            engine.backward(out.loss_sum / (rows * length * world))
-        engine.step(1e-5)
+        result = train_step(
+            trainee.forward,
+            trainee.optimizer,
+            batches,
+            agree_on_step(world, batches, stop=False),
+            step=step,
+            lr=config.optim.lr,
+            router=config.router,
+            world=world,
+            device=device,
+        )
         _wait_for(device)
         times.append(time.perf_counter() - start)
+        losses.append(float(result.numbers[0]))
     seconds = statistics.median(times[2:])
-    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device_type == "cuda" else None
+    memory = torch.cuda.max_memory_allocated(device) / 2**30 if plan.device == "cuda" else None
     return {
-        "engine": type(engine).__name__,
+        "engine": type(trainee.optimizer).__name__,
+        "building s": building,
         "step s": seconds,
-        "tokens/s": rows * length * world / seconds,
+        "tokens/s": plan.tokens_per_step / seconds,
         "peak GiB": memory,
+        "first loss": losses[0],
+        "last loss": losses[-1],
     }
 
 
@@ -289,12 +278,14 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     device_type = "cpu" if given.cpu or not torch.cuda.is_available() else "cuda"
     if given.what == "engine":
-        layout, overrides = verify.split_overrides(given.overrides)
-        config = load_config(given.config, overrides)
+        config = load_config(given.config, given.overrides)
+        if given.small:
+            config = verify.shrunk(config)
+        plan = make_plan(config, given.nproc, cuda=device_type == "cuda")
+        print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
         table = run_processes(
-            given.nproc, bench_engine, config, layout, given.small, device_type, given.repeats,
-            device_type=device_type,
-        )  # fmt: skip
+            given.nproc, bench_engine, config, plan, given.repeats, device_type=plan.device
+        )
     else:
         if device_type == "cuda":
             shape = LayerShape(given.tokens or 8192, 2048, 768, 128, 8, 768, "bfloat16")

@@ -4,9 +4,10 @@
     python scripts/verify.py configs/x.yaml --nproc 4 parallel.nodes=2 parallel.expert=2
     python scripts/verify.py configs/x.yaml --nproc 2 parallel.engine=deepspeed --all
 
-Takes the config's architecture with small widths (every switch, the number of experts and K stay),
-trains two steps on random tokens in one process and again on --nproc processes of this machine, in
-float32, and compares. Settings of the layout are `parallel.*`; all others are the config's.
+Takes the config with its architecture at small widths (every switch, the number of experts and K
+stay), trains two steps on random tokens in one process and again on --nproc processes of this
+machine, in float32, with the trainer's own model, engine and step, and compares. Micro-batches are
+short and unequal; one of them has no token at all.
 
 Exit code 0: equal within the tolerances; 1: a difference; 2: a mistake in the config.
 """
@@ -14,93 +15,49 @@ Exit code 0: equal within the tolerances; 1: a difference; 2: a mistake in the c
 from __future__ import annotations
 
 import argparse
-import difflib
+import dataclasses
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
-import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
-from moe.balance import attach_loss
-from moe.metrics import RouterStats
-from parallel.engine import AdamSettings, make_engine
-from parallel.expert_parallel import ExpertParallelOptions
-from parallel.flat_shard import FlatShard, assemble
-from parallel.mesh import MeshPlan, build_mesh, plan_mesh
+from moe.control import begin_step
+from parallel import World, sum_
+from parallel.flat_shard import FlatShard, assemble, local_of, with_local
 from parallel.processes import RankError, run_processes
-from training.config import Config, ConfigError, ParallelConfig, load_config
-from training.loop import router_losses
-from training.optim import MasterAdamW, StepGuard, parameter_groups
+from parallel.world import joined
+from training.assemble import make_trainee
+from training.config import Config, ConfigError, Plan, load_config, make_plan
+from training.data.batch import Batch, make_batch
+from training.data.order import Row
+from training.loop import agree_on_step, read_window, train_step
 
-STEPS, ROWS_PER_RANK, LENGTH = 2, 2, 32
+STEPS, LENGTH = 2, 32
+VOCABULARY = 251
 
-# Relative to the largest element of the one-process tensor. Sums are in another order, which a
-# model of some layers amplifies; a mistake (a missing rank, a factor) is above 0.01. Weights: Adam
-# turns noise on a tiny gradient into a whole step, so not single elements are compared but the
-# difference of all to their change.
-TOLERANCES = {"loss": 1e-5, "norm": 1e-5, "gradient": 5e-5, "weights": 1e-3}
+# Loss and norms relative to themselves. Gradients: the norm of the difference, relative to that of
+# the one-process tensor; sums are in another order, while a mistake (a missing rank, a factor) is
+# above 0.01. Weights: Adam turns noise on a tiny gradient into a whole step, so the difference of
+# all elements is compared to their change.
+TOLERANCES = {"number": 1e-6, "gradient": 1e-6, "weights": 1e-3}
 
-# ---- settings ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The `parallel.*` settings that a layout is made of."""
-
-    nodes: int | None = None
-    expert: int | None = None
-    expert_placement: str = "across_nodes"
-    engine: str = "auto"
-    offload: bool = False
-    chunks: int | None = None
-    schedule: str = "all"
-    deduplicate: bool = True
-    payload: str = "model"
-    transport: str = "collective"
-
-    def options(self) -> ExpertParallelOptions:
-        return ExpertParallelOptions(
-            self.chunks, self.schedule, self.deduplicate, self.payload, self.transport
-        )
-
-    def plan(self, world: int, model: ModelConfig) -> MeshPlan:
-        experts = model.num_experts if model.moe_layers else None
-        return plan_mesh(world, self.nodes, self.expert, self.expert_placement, experts)
+# ---- the model -----------------------------------------------------------------------------------
 
 
-def split_overrides(overrides: list[str]) -> tuple[Layout, list[str]]:
-    """The layout, and the overrides that are the config's.
-
-    Raises:
-        ConfigError: an unknown `parallel.` key, or a value of another type.
-    """
-    known = {field.name: field.type for field in fields(Layout)}
-    settings: dict[str, Any] = {}
-    rest = []
-    for override in overrides:
-        key, _, text = override.partition("=")
-        section, _, name = key.partition(".")
-        if section != "parallel" or (name in ParallelConfig.model_fields and name not in known):
-            rest.append(override)
-            continue
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean parallel.{near[0]}?" if near else ""
-            raise ConfigError(f"{key} is unknown; allowed: {', '.join(known)}{hint}")
-        value = yaml.safe_load(text)
-        wanted = {"int": int, "str": str, "bool": bool}[known[name].partition(" ")[0]]
-        if type(value) is not wanted and not (value is None and "None" in known[name]):
-            raise ConfigError(f"{key}={text} must be {wanted.__name__}")
-        settings[name] = value
-    return Layout(**settings), rest
+def shrunk(config: Config) -> Config:
+    """The config with its architecture at small widths and without what depends on the layout."""
+    model = config.model.model_copy(
+        update={"config": shrink(config.model.config), "init_from": None}
+    )
+    # Token rounding depends on which tokens a process has.
+    router = config.router.model_copy(update={"rounding": "none"})
+    return config.model_copy(update={"model": model, "router": router})
 
 
 def shrink(config: ModelConfig) -> ModelConfig:
@@ -110,7 +67,7 @@ def shrink(config: ModelConfig) -> ModelConfig:
     )
     values = config.model_dump()
     small = {
-        "vocab_size": 251,
+        "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 48,
         "moe_intermediate_size": 32,
@@ -134,139 +91,95 @@ def shrink(config: ModelConfig) -> ModelConfig:
 # ---- the steps ---------------------------------------------------------------------------------
 
 
-def rows_of(step: int, world: int) -> dict[str, Tensor]:
-    """All rows of a step: random tokens, rows of different length, one of padding alone."""
+def rows_of(step: int, count: int) -> list[Row | None]:
+    """All rows of a step: random tokens, one or two documents each, of different length; one row is
+    of padding alone."""
     generator = torch.Generator().manual_seed(1000 + step)
-    rows = world * ROWS_PER_RANK
-    tokens_BL = torch.randint(3, 251, (rows, LENGTH), generator=generator)
-    length_B = torch.randint(1, LENGTH + 1, (rows,), generator=generator)
-    length_B[rows // 2] = 0
-    valid_BL = torch.arange(LENGTH) < length_B[:, None]
-    labels_BL = torch.cat([tokens_BL[:, 1:], tokens_BL[:, :1]], dim=1).masked_fill(~valid_BL, -100)
-    return {"tokens_BL": tokens_BL, "labels_BL": labels_BL, "valid_BL": valid_BL}
+    rows: list[Row | None] = []
+    for row in range(count):
+        first, second = torch.randint(1, LENGTH // 2, (2,), generator=generator).tolist()
+        lengths = [first, second] if row % 2 else [first]
+        tokens = torch.randint(3, VOCABULARY, (sum(lengths),), generator=generator).numpy()
+        labels = tokens.copy()
+        labels[:-1] = tokens[1:]
+        labels[[first - 1, -1]] = -100  # the last token of a document has no next one
+        rows.append(Row(tokens, labels, lengths))
+    rows[count // 2] = None
+    return rows
 
 
-def micro_loss(
-    model: nn.Module,
-    batch: dict[str, Tensor],
-    total: int,
+def batch_of(rows: list[Row | None]) -> Batch:
+    return make_batch(rows, [(0, 0, 0)] * len(rows), LENGTH, pad_id=0)
+
+
+def run_steps(
     config: Config,
-    seen: RouterStats | None,
-    alone: bool,
-) -> tuple[Tensor, RouterStats | None]:
-    """A micro-batch's part of the step's loss, and the router's statistics so far."""
-    out = model(**batch)
-    loss = out.loss_sum / total
-    if out.router is None:
-        return loss, None
-    here = out.router.detach()
-    seen = here if seen is None else seen.plus(here)
-    load_LE = None
-    if config.router.balance_scope == "global":
-        load_LE = seen.counts_E.clone()
-        if not alone:
-            dist.all_reduce(load_LE)
-    auxiliary, _ = router_losses(out.router, total, config.router, load_LE)
-    return attach_loss(loss, auxiliary), seen
+    plan: Plan,
+    world: World,
+    device: torch.device,
+    batches: list[list[Batch]],
+) -> dict[str, Any]:
+    """Train one step for each list of micro-batches; what this process saw and holds."""
+    trainee = make_trainee(config, config.model.config, plan, device)
+    optimizer = trainee.optimizer
+    found: dict[str, Any] = {
+        "numbers": [],
+        "counts": [],
+        "engine": type(optimizer).__name__,
+        "start": _on_host(_named(optimizer.tensors(), "weights")),
+    }
+    update = optimizer.step
 
+    def watched(lr: float) -> Any:
+        found.setdefault("gradient", _on_host(optimizer.gradients()))
+        return update(lr)
 
-def groups_of(model: nn.Module, config: Config) -> list:
-    optim = config.optim
-    return parameter_groups(
-        model,
-        parameter_kinds(model),
-        weight_decay=optim.weight_decay,
-        router_weight_decay=optim.router_weight_decay,
-        router_lr_multiplier=optim.router_lr_multiplier,
-    )
-
-
-def one_process(config: Config, small: ModelConfig, world: int, device: torch.device) -> dict:
-    """The oracle: all rows in one process, by the trainer's own optimizer.
-
-    With balance_scope=global a micro-batch holds one row of every rank of the layout, so that the
-    load is known to the same extent in both; else one row.
-    """
-    model = build_model(small, kernels=config.model.kernels, device=device, seed=config.run.seed)
-    start = {name: p.detach().float().cpu().flatten() for name, p in model.named_parameters()}
-    optimizer = MasterAdamW(
-        groups_of(model, config),
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        clip_norm=config.optim.clip_norm,
-    )
-    found: dict[str, Any] = {"loss": [], "norm": [], "counts": [], "start": start}
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        rows = rows_of(step, world)
-        total, stats = int(rows["valid_BL"].sum()), None
-        if config.router.balance_scope == "global":
-            parts = [slice(i, None, ROWS_PER_RANK) for i in range(ROWS_PER_RANK)]
-        else:
-            parts = [slice(row, row + 1) for row in range(world * ROWS_PER_RANK)]
-        for part in parts:
-            batch = {name: value[part].to(device) for name, value in rows.items()}
-            loss, stats = micro_loss(model, batch, total, config, stats, alone=True)
-            loss.backward()
-            optimizer.terms[0] += loss.detach()
-        gradient = {
-            name: piece.cpu().clone()
-            for flat in optimizer.flats
-            for name, piece in flat.pieces(flat.master.grad).items()
-        }
-        found.setdefault("gradient", gradient)
-        # In float64: on a CPU torch's float32 norm of one long buffer is off by more than 1e-5.
-        found["norm"].append(torch.cat(list(gradient.values())).double().norm().item())
-        optimizer.step(config.optim.lr)
-        found["loss"].append(float(optimizer.terms[0]))
-        found["counts"].append(None if stats is None else stats.counts_E.cpu())
-    found["weights"] = _named(optimizer.tensors(), "weights")
+    optimizer.step = watched
+    for number, micro_batches in enumerate(batches, 1):
+        begin_step(trainee.model, number)
+        result = train_step(
+            trainee.forward,
+            optimizer,
+            micro_batches,
+            agree_on_step(world, micro_batches, stop=False),
+            step=number,
+            lr=config.optim.lr,
+            router=config.router,
+            world=world,
+            device=device,
+        )
+        metrics, _ = read_window([result], world, optimizer.guard.skipped)
+        compared = ("loss", "balance_loss", "z_loss", "grad_norm", *result.groups)
+        found["numbers"].append({name: metrics[name] for name in compared if name in metrics})
+        stats = result.stats
+        found["counts"].append(None if stats is None else sum_(world, stats.counts_E).cpu())
+    found["weights"] = _on_host(_named(optimizer.tensors(), "weights"))
     return found
 
 
-def as_layout(config: Config, small: ModelConfig, layout: Layout, device_type: str) -> dict:
+def one_process(
+    config: Config, plan: Plan, world: int, micro_batches: int, device: torch.device
+) -> dict:
+    """The oracle: all rows in one process, one after the other."""
+    batches = [
+        [batch_of([row]) for row in rows_of(step, world * micro_batches)] for step in range(STEPS)
+    ]
+    return run_steps(config, plan, World(), device, batches)
+
+
+def as_layout(config: Config, plan: Plan, micro_batches: int) -> dict:
     """The same on this process's part; shards are put together by the caller."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
-    mesh = build_mesh(layout.plan(world, small), device)
-    model = build_model(small, kernels=config.model.kernels, device=device, seed=config.run.seed)
-    tied = model.head.weight is model.embed.weight
-    engine = make_engine(
-        layout.engine,
-        model,
-        mesh,
-        groups_of(model, config),
-        list(model.layers) if tied else [model.embed, *model.layers, model.head],
-        StepGuard(device),
-        num_terms=1,
-        settings=AdamSettings(config.optim.betas, config.optim.eps, config.optim.clip_norm),
-        options=layout.options(),
-        offload=layout.offload,
-    )
-    found: dict[str, Any] = {"loss": [], "norm": [], "counts": [], "engine": type(engine).__name__}
-    for step in range(STEPS):
-        engine.zero_grad()
-        rows = rows_of(step, world)
-        total, stats = int(rows["valid_BL"].sum()), None
-        mine = range(rank * ROWS_PER_RANK, (rank + 1) * ROWS_PER_RANK)
-        for row in mine:
-            batch = {name: value[row : row + 1].to(device) for name, value in rows.items()}
-            with engine.micro_batch(last=row == mine[-1]):
-                loss, stats = micro_loss(engine.model, batch, total, config, stats, alone=False)
-                engine.backward(loss)
-            engine.terms[0] += loss.detach()
-        if step == 0:
-            found["gradient"] = _on_host(engine.gradients())
-        outcome = engine.step(config.optim.lr)
-        found["loss"].append(float(engine.terms[0]))
-        found["norm"].append(float(outcome.grad_norm))
-        counts = None
-        if stats is not None:
-            counts = stats.counts_E.clone()
-            dist.all_reduce(counts)
-        found["counts"].append(None if counts is None else counts.cpu())
-    found["weights"] = _on_host(_named(engine.tensors(), "weights"))
-    return found
+    world = joined()
+    device = torch.device(plan.device, world.local_rank if plan.device == "cuda" else None)
+    first = world.rank * micro_batches
+    batches = [
+        [
+            batch_of([row])
+            for row in rows_of(step, world.size * micro_batches)[first:][:micro_batches]
+        ]
+        for step in range(STEPS)
+    ]
+    return run_steps(config, plan, world, device, batches)
 
 
 def _named(tensors: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -277,15 +190,15 @@ def _named(tensors: dict[str, Any], kind: str) -> dict[str, Any]:
     }
 
 
-def _on_host(shards: dict[str, FlatShard]) -> dict[str, FlatShard]:
-    return {name: shard.with_local(shard.local.cpu().clone()) for name, shard in shards.items()}
+def _on_host(tensors: dict[str, Tensor | FlatShard]) -> dict[str, Tensor | FlatShard]:
+    return {n: with_local(value, local_of(value).cpu().clone()) for n, value in tensors.items()}
 
 
 # ---- the comparison ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Row:
+class Line:
     what: str
     one: str
     layout: str
@@ -304,48 +217,54 @@ def put_together(results: list[dict]) -> dict:
         ValueError: elements that no rank holds.
     """
     whole = dict(results[0])
-    for kind in ("gradient", "weights"):
+    for kind in ("start", "gradient", "weights"):
         whole[kind] = {
             name: assemble(result[kind][name] for result in results) for name in results[0][kind]
         }
-    whole["alike"] = all(
-        result["loss"] == whole["loss"] and result["norm"] == whole["norm"] for result in results
-    )
+    whole["alike"] = all(result["numbers"] == whole["numbers"] for result in results)
     return whole
 
 
-def compare(one: dict, layout: dict) -> list[Row]:
+def compare(one: dict, layout: dict) -> list[Line]:
     """All comparisons, in the order of the table."""
     rows = []
     for step in range(STEPS):
-        for kind in ("loss", "norm"):
-            a, b = one[kind][step], layout[kind][step]
-            rows.append(
-                Row(f"{kind} {step + 1}", f"{a:.7g}", f"{b:.7g}", abs(b / a - 1), TOLERANCES[kind])
+        for name, a in one["numbers"][step].items():
+            b = layout["numbers"][step][name]
+            difference = abs(b - a) / max(abs(a), 1e-30)
+            row = Line(
+                f"{name} {step + 1}", f"{a:.7g}", f"{b:.7g}", difference, TOLERANCES["number"]
             )
+            rows.append(row)
         if one["counts"][step] is not None:
             a, b = one["counts"][step], layout["counts"][step]
             moved = (a - b).abs().sum().item() / 2
             rows.append(
-                Row(f"routed tokens {step + 1}", str(int(a.sum())), str(int(b.sum())), moved, 0.0)
+                Line(f"routed tokens {step + 1}", str(int(a.sum())), str(int(b.sum())), moved, 0.0)
             )
     same = 0.0 if layout["alike"] else float("inf")
-    rows.append(Row("all ranks alike", "", "", same, 0.0))
-    for name, want in one["gradient"].items():
-        error = (layout["gradient"][name] - want).abs().max() / want.abs().max().clamp(min=1e-30)
-        rows.append(Row(f"gradient {name}", f"{want.norm():.5g}",
-                        f"{layout['gradient'][name].norm():.5g}", error.item(),
-                        TOLERANCES["gradient"]))  # fmt: skip
-    for name, want in one["weights"].items():
-        change = (want - one["start"][name]).norm()
-        error = (layout["weights"][name] - want).norm() / change.clamp(min=1e-30)
-        rows.append(Row(f"weights {name}", f"{want.norm():.5g}",
-                        f"{layout['weights'][name].norm():.5g}", error.item(),
-                        TOLERANCES["weights"]))  # fmt: skip
+    rows.append(Line("all ranks alike", "", "", same, 0.0))
+    for kind in ("gradient", "weights"):
+        for name, want in one[kind].items():
+            got, start = layout[kind][name], one["start"][name]
+            scale = want.norm() if kind == "gradient" else (want - start).norm()
+            error = ((got - want).norm() / scale.clamp(min=1e-30)).item()
+            rows.append(
+                Line(
+                    f"{kind} {name}",
+                    f"{want.norm():.5g}",
+                    f"{got.norm():.5g}",
+                    error,
+                    TOLERANCES[kind],
+                )
+            )
+    for name, want in one["start"].items():
+        if not torch.equal(layout["start"][name], want):
+            rows.append(Line(f"first weights {name}", "", "", float("inf"), 0.0))
     return rows
 
 
-def table(rows: list[Row], everything: bool) -> str:
+def table(rows: list[Line], everything: bool) -> str:
     """As text; of the tensors only the worst of each kind, unless asked for all."""
     shown = []
     for kind in ("gradient ", "weights "):
@@ -366,6 +285,11 @@ def table(rows: list[Row], everything: bool) -> str:
     return "\n".join(lines)
 
 
+def _one(config: Config) -> Config:
+    """The config for one process, which has no layout."""
+    return config.model_copy(update={"parallel": type(config.parallel)()})
+
+
 # ---- the program -------------------------------------------------------------------------------
 
 
@@ -376,47 +300,54 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("config", nargs="?", help="YAML file; default: the quickstart's")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--nproc", type=int, required=True, help="processes of the layout")
+    parser.add_argument(
+        "--micro-batches", type=int, default=2, help="of a process in one step; default: 2"
+    )
     parser.add_argument("--all", action="store_true", help="show every tensor")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds until a hang is told")
     given = parser.parse_intermixed_args(arguments)
     if given.config is not None and "=" in given.config:
         given.config, given.overrides = None, [given.config, *given.overrides]
     try:
-        layout, overrides = split_overrides(given.overrides)
-        config = load_config(given.config, overrides)
-        small = shrink(config.model.config)
-        plan = layout.plan(given.nproc, small)
-        layout.options()
+        config = load_config(given.config, given.overrides)
         cuda = config.run.device != "cpu" and torch.cuda.is_available()
         if cuda and torch.cuda.device_count() < given.nproc:
             raise ConfigError(
                 f"--nproc={given.nproc} needs as many CUDA devices, there are "
                 f"{torch.cuda.device_count()}; or add run.device=cpu"
             )
+        batch = {"global_batch_size": given.nproc, "micro_batch_size": 1}  # rows are our own
+        config = config.model_copy(update={"train": config.train.model_copy(update=batch)})
+        small = shrunk(config)
+        plan, alone = (
+            dataclasses.replace(make_plan(c, world, cuda=cuda), dtype="float32", compile=False)
+            for c, world in ((small, given.nproc), (_one(small), 1))
+        )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    device_type = "cuda" if cuda else "cpu"
-    print(f"{given.nproc} processes on {device_type}: {plan.describe()}")
+    print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
     if config.router.rounding != "none":
         print(
             "token rounding is left out: it depends on which tokens a process has, and so on the "
             "layout"
         )
-    if layout.payload == "float8":
+    if plan.exchange.payload == "float8":
         print("payload=float8 rounds dispatched rows: differences of some percent are its price")
     try:
         parts = run_processes(
-            given.nproc, as_layout, config, small, layout, device_type,
-            device_type=device_type, timeout_s=given.timeout,
+            given.nproc, as_layout, small, plan, given.micro_batches,
+            device_type=plan.device, timeout_s=given.timeout,
         )  # fmt: skip
         whole = put_together(parts)
     except (RankError, ValueError) as error:
         print(f"the layout failed: {error}", file=sys.stderr)
         return 1
-    one = one_process(config, small, given.nproc, torch.device(device_type))
+    one = one_process(
+        _one(small), alone, given.nproc, given.micro_batches, torch.device(plan.device)
+    )
     rows = compare(one, whole)
-    print(f"engine: {whole['engine']}\n\n{table(rows, given.all)}\n")
+    print(f"\n{table(rows, given.all)}\n")
     bad = [row for row in rows if not row.good]
     if bad:
         print(f"{len(bad)} of {len(rows)} comparisons differ")

@@ -4,26 +4,37 @@ one."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.build import build_model, parameter_kinds, start_routers
+from models.build import (
+    build_model,
+    initial_values,
+    parameter_kinds,
+    reset_buffers,
+    start_routers,
+)
 from models.execution import apply_checkpointing, compile_blocks
 from moe.control import RouterControl
 from moe.rounding import RoundingConfig
 from parallel import World
+from parallel.engine import AdamSettings, check_replicas, make_engine
+from parallel.mesh import build_mesh
 from training.checkpoint import Snapshot, load_tensors, read_rng, read_state
 from training.config_load import ConfigError
 from training.device import restore_rng, rng_bytes, seed_all
-from training.optim import MasterAdamW, parameter_groups
-from training.weights import load_initial_weights
+from training.optim import TERMS, Group, MasterAdamW, StepGuard, parameter_groups
+from training.weights import load_initial_shards, load_initial_weights
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
     from models.transformer import Decoder
+    from parallel.engine import Engine
+    from parallel.flat_shard import FlatShard
     from training.config import Config, Plan, RouterConfig
     from training.data import TextTokenizer
 
@@ -77,11 +88,34 @@ def router_control(router: RouterConfig) -> RouterControl:
     )
 
 
-def make_model(
-    config: Config, architecture: ModelConfig, plan: Plan, device: torch.device, resumed: bool
-) -> Decoder:
-    """The model on its device, with first weights unless a checkpoint will fill them."""
-    start = config.model.init_from
+@dataclass(frozen=True)
+class Trainee:
+    """A model with what trains it."""
+
+    model: Decoder
+    """The model itself: its config, its buffers, and what evaluation calls."""
+    forward: nn.Module
+    """What a training step calls: the model, or an engine's wrapper around it."""
+    optimizer: MasterAdamW | Engine
+
+
+def make_trainee(
+    config: Config,
+    architecture: ModelConfig,
+    plan: Plan,
+    device: torch.device,
+    checkpoint: Path | None = None,
+) -> Trainee:
+    """The model with first weights, or with those of a checkpoint, and its optimizer.
+
+    One process holds everything; several share it through an engine, and none of them ever holds
+    the whole model.
+
+    Raises:
+        ValueError: weights that do not fit, or that differ between processes.
+        CheckpointError: a checkpoint that does not fit.
+    """
+    several = plan.engine is not None
     model = build_model(
         architecture,
         kernels=config.model.kernels,
@@ -90,51 +124,97 @@ def make_model(
         control=router_control(config.router),
         selection_bias=architecture.has_selection_bias or config.router.bias_update != "none",
         sequence_stats=config.router.balance_coef > 0 and config.router.balance_scope == "sequence",
-        dtype=DTYPES[plan.dtype],
-        device=device,
-        seed=None if resumed or start else config.run.seed,
+        # Engines keep float32 master weights as the model's own and cast them for computing.
+        dtype=torch.float32 if several else DTYPES[plan.dtype],
+        device="meta" if several else device,
+        seed=None if checkpoint or config.model.init_from else config.run.seed,
     )
-    if start and not resumed:
-        load_initial_weights(model, start)
+    if config.model.init_from and checkpoint is None and not several:
+        load_initial_weights(model, config.model.init_from)
         start_routers(model)
-    return model.train()
+    model.train()
+    apply_checkpointing(model, config.train.checkpointing)
+    trainee = _sharded(config, plan, model, device) if several else _whole(config, model)
+    if checkpoint is not None:
+        load_tensors(checkpoint, saved_tensors(trainee))
+        trainee.optimizer.loaded()
+    elif several:
+        _first_shards(config, trainee)
+        start_routers(model)
+    if several:
+        check_replicas(trainee.optimizer, trainee.optimizer.mesh)
+    if plan.compile:  # after the optimizer or the engine has placed the parameters
+        compile_blocks(model)
+    return trainee
 
 
-def make_optimizer(config: Config, model: Decoder) -> MasterAdamW:
-    """AdamW over all parameters; moves them into its flat buffers."""
+def _groups(config: Config, model: Decoder) -> list[Group]:
     optim = config.optim
-    groups = parameter_groups(
+    return parameter_groups(
         model,
         parameter_kinds(model),
         weight_decay=optim.weight_decay,
         router_weight_decay=optim.router_weight_decay,
         router_lr_multiplier=optim.router_lr_multiplier,
     )
-    return MasterAdamW(
-        groups,
+
+
+def _whole(config: Config, model: Decoder) -> Trainee:
+    """AdamW over all parameters; moves them into its flat buffers."""
+    optim = config.optim
+    optimizer = MasterAdamW(
+        _groups(config, model),
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
         clip_norm=optim.clip_norm,
         spike_factor=optim.spike_factor,
         on_nonfinite=optim.on_nonfinite,
     )
+    return Trainee(model, model, optimizer)
 
 
-def prepare_execution(config: Config, plan: Plan, model: Decoder) -> None:
-    """Activation checkpointing and compilation; after the optimizer has placed the parameters."""
-    apply_checkpointing(model, config.train.checkpointing)
-    if plan.compile:
-        compile_blocks(model)
+def _sharded(config: Config, plan: Plan, model: Decoder, device: torch.device) -> Trainee:
+    """This process's share of a model on "meta", with memory but without values."""
+    optim = config.optim
+    model.compute_dtype = DTYPES[plan.dtype]
+    tied = model.head.weight is model.embed.weight
+    engine = make_engine(
+        plan.engine,
+        model,
+        build_mesh(plan.mesh, device, config.parallel.timeout_s),
+        _groups(config, model),
+        # What is gathered together. A weight that two units share belongs to neither.
+        list(model.layers) if tied else [model.embed, *model.layers, model.head],
+        StepGuard(device, optim.spike_factor, stop=optim.on_nonfinite == "stop"),
+        num_terms=len(TERMS),
+        settings=AdamSettings((optim.betas[0], optim.betas[1]), optim.eps, optim.clip_norm),
+        options=plan.exchange,
+        dtype=DTYPES[plan.dtype],
+        offload=config.parallel.offload,
+    )
+    reset_buffers(model)
+    return Trainee(model, engine.model, engine)
+
+
+def _first_shards(config: Config, trainee: Trainee) -> None:
+    model, engine = trainee.model, trainee.optimizer
+    if config.model.init_from:
+        load_initial_shards(engine, model, config.model.init_from)
+        return
+    shapes, seed = engine.shapes(), config.run.seed
+    engine.fill(
+        lambda name, experts: initial_values(model.config, name, shapes[name], seed, experts)
+    )
 
 
 # --- snapshots ----------------------------------------------------------------------------------
 
 
-def saved_tensors(model: Decoder, optimizer: MasterAdamW) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by logical name, as views: parameters, moments, router
-    buffers."""
-    buffers = {name: buffer.reshape(-1) for name, buffer in _persistent_buffers(model)}
-    return optimizer.tensors() | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
+def saved_tensors(trainee: Trainee) -> dict[str, Tensor | FlatShard]:
+    """All tensors of a checkpoint by logical name, as views: this process's parts of parameters
+    and moments, and the router buffers."""
+    buffers = {name: buffer.reshape(-1) for name, buffer in _persistent_buffers(trainee.model)}
+    return trainee.optimizer.tensors() | {f"buffers/{name}": b for name, b in buffers.items()}
 
 
 def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
@@ -147,8 +227,7 @@ def snapshot(
     step: int,
     tokens: int,
     position: dict[str, Any],
-    model: Decoder,
-    optimizer: MasterAdamW,
+    trainee: Trainee,
     folder: Path,
     attempt: int,
 ) -> Snapshot:
@@ -158,12 +237,13 @@ def snapshot(
         position: of the data after the step.
         folder: of the run, for its config and tokenizer.
     """
+    model, optimizer = trainee.model, trainee.optimizer
     shapes = optimizer.shapes() | {
         name: list(buffer.shape) for name, buffer in _persistent_buffers(model)
     }
     return Snapshot(
         step=step,
-        tensors=saved_tensors(model, optimizer),
+        tensors=saved_tensors(trainee),
         state={"tokens": tokens, "attempt": attempt, "data": position, "shapes": shapes},
         rng=rng_bytes(),
         files={
@@ -175,20 +255,13 @@ def snapshot(
     )
 
 
-def restore(
-    checkpoint: Path, model: Decoder, optimizer: MasterAdamW, world: World, seed: int
-) -> dict[str, Any]:
-    """Fill model and optimizer, set random states; the plain values of the checkpoint.
+def restore_random_states(checkpoint: Path, world: World, seed: int) -> None:
+    """Set the random states of this process as they were.
 
-    A process that did not exist when it was saved seeds its random states from its rank and the
-    step.
+    A process that did not exist when they were saved seeds its own from its rank and the step.
     """
-    load_tensors(checkpoint, saved_tensors(model, optimizer))
-    optimizer.loaded()
-    state = read_state(checkpoint)
     rng = read_rng(checkpoint, world.rank)
     if rng is not None:
         restore_rng(rng)
     else:
-        seed_all(seed + state["step"], world.rank)
-    return state
+        seed_all(seed + read_state(checkpoint)["step"], world.rank)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -43,6 +43,10 @@ from training.config_load import (
     read_yaml,
 )
 from training.data.config import DataConfig
+
+if TYPE_CHECKING:
+    from parallel.expert_parallel import ExpertParallelOptions
+    from parallel.mesh import MeshPlan
 
 __all__ = [
     "Config",
@@ -272,8 +276,30 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Processes."""
+    """How several processes share one model (docs/parallel.md); one process needs none of it."""
 
+    nodes: Positive | None = None
+    """Nodes that the processes form: dense weights are sharded inside a node and replicated over
+    nodes. Empty: the number of hosts; a multiple of it cuts hosts into several nodes."""
+    expert: Positive | None = None
+    """Ranks that the experts are split over. Empty: as many as the sizes allow."""
+    expert_placement: Literal["across_nodes", "within_node"] = "across_nodes"
+    """across_nodes: a node's ranks share the node's experts and tokens travel between nodes.
+    within_node: tokens travel between the ranks of a node, and every node holds all experts."""
+    engine: Literal["auto", "fsdp2", "deepspeed"] = "auto"
+    """ZeRO-3 by PyTorch's FSDP2 or by DeepSpeed. auto: deepspeed with `offload`, else fsdp2."""
+    offload: bool = False
+    """Keep optimizer state and master weights in host memory (deepspeed)."""
+    chunks: Positive | None = None
+    """Parts of a micro-batch that travel while others are computed; empty: 2."""
+    schedule: Literal["all", "pairwise"] = "all"
+    """Exchange with all ranks at once, or with one after the other."""
+    deduplicate: bool = True
+    """Send a token once to each rank, not once for each of its experts."""
+    payload: Literal["model", "float8"] = "model"
+    """Form of tokens on their way to experts: the model's dtype, or E4M3 with scales."""
+    transport: Literal["collective", "pull"] = "collective"
+    """collective: NCCL or gloo. pull: copies out of the peers' memory, for GPUs of one host."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds after which a collective operation that hangs ends the run."""
 
@@ -470,6 +496,12 @@ class Plan:
     dtype: str
     """"float32" or "bfloat16"."""
     compile: bool
+    mesh: MeshPlan
+    """Who holds what."""
+    engine: str | None
+    """"fsdp2" or "deepspeed"; None for one process, which needs none."""
+    exchange: ExpertParallelOptions
+    """How tokens travel to experts of other processes."""
     accumulation: int
     """Forward passes of one process in one optimizer step."""
     rows_per_rank: int
@@ -478,15 +510,19 @@ class Plan:
     """Positions of one optimizer step over all processes."""
 
 
-def make_plan(config: Config, world_size: int = 1, cuda: bool | None = None) -> Plan:
-    """Resolve everything `auto` and divide the batch over processes.
+def make_plan(
+    config: Config, world_size: int = 1, cuda: bool | None = None, hosts: int = 1
+) -> Plan:
+    """Resolve everything `auto`, and divide model and batch over processes.
 
     Args:
         world_size: number of processes.
         cuda: whether there is a CUDA device; None asks PyTorch.
+        hosts: machines that the processes run on.
 
     Raises:
-        ConfigError: a batch that does not divide, or a device that is not there.
+        ConfigError: a batch or a layout that does not divide, an engine that is not installed, or a
+            device that is not there.
     """
     train = config.train
     per_pass = train.micro_batch_size * world_size
@@ -500,6 +536,8 @@ def make_plan(config: Config, world_size: int = 1, cuda: bool | None = None) -> 
         import torch  # here, so that mistakes are told before the two seconds this takes
 
         cuda = torch.cuda.is_available()
+    from training.layout import plan_layout  # which imports it too
+
     device = config.run.device
     if device == "cuda" and not cuda:
         raise ConfigError("run.device='cuda', but PyTorch sees no CUDA device; allowed here: 'cpu'")
@@ -507,11 +545,17 @@ def make_plan(config: Config, world_size: int = 1, cuda: bool | None = None) -> 
         device = "cuda" if cuda else "cpu"
     on_gpu = device == "cuda"
     dtype = train.dtype if train.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    mesh, engine, exchange = plan_layout(
+        config.parallel, config.model.config, world_size, device, hosts
+    )
     return Plan(
         world_size=world_size,
         device=device,
         dtype=dtype,
         compile=on_gpu if train.compile == "auto" else train.compile,
+        mesh=mesh,
+        engine=engine,
+        exchange=exchange,
         accumulation=train.global_batch_size // per_pass,
         rows_per_rank=train.global_batch_size // world_size,
         tokens_per_step=train.global_batch_size * config.data.seq_len,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from models.generate import Sampling, generate
-from parallel import World, sum_
+from parallel import World, broadcast_, sum_
 from training.device import untouched_rng
 from training.loop import perplexity
 
@@ -81,11 +82,18 @@ def validate(
     return metrics
 
 
-def sample_text(model: Decoder, tokenizer: TextTokenizer, prompt: str, tokens: int) -> str:
-    """How the model goes on with a prompt, drawn with a fixed seed; without the prompt itself."""
+def sample_text(
+    model: Decoder, tokenizer: TextTokenizer, prompt: str, tokens: int, *, world: World
+) -> str:
+    """How the model goes on with a prompt, drawn with a fixed seed; without the prompt itself.
+
+    All processes call it; the first one's draws count for all.
+    """
     ids = tokenizer.encode(prompt).tolist()
     sampling = Sampling(temperature=0.8, top_p=0.95)
     # Every new token has another length: compiled blocks would be compiled again and again.
     with evaluation(model), torch.compiler.set_stance("force_eager"):
-        steps = generate(model, [ids], sampling, max_new_tokens=tokens)
+        steps = generate(
+            model, [ids], sampling, max_new_tokens=tokens, settle=partial(broadcast_, world)
+        )
         return tokenizer.decode(token for (token,) in steps if token is not None)

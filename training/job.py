@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from models.transformer import Decoder
     from parallel import World
+    from parallel.engine import Engine
+    from training.assemble import Trainee
     from training.checkpoint import Saver
     from training.config import Config, Plan
     from training.data import TextTokenizer, TrainData
@@ -44,8 +46,7 @@ class Job:
     log: RunLog
     tokenizer: TextTokenizer
     data: TrainData
-    model: Decoder
-    optimizer: MasterAdamW
+    trainee: Trainee
     saver: Saver
     steps: int
     """Steps of the whole run."""
@@ -53,3 +54,11 @@ class Job:
     last_counts: LastCounts = field(default_factory=LastCounts)
     plotted_at: float = float("-inf")
     """When plots were last drawn, in monotonic seconds."""
+
+    @property
+    def model(self) -> Decoder:
+        return self.trainee.model
+
+    @property
+    def optimizer(self) -> MasterAdamW | Engine:
+        return self.trainee.optimizer

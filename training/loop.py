@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.balance import attach_loss, auxiliary_loss, balance_loss, sequence_loss, z_loss
 from moe.control import needs_update, routers_of, update_routers
@@ -35,7 +35,7 @@ from training.device import untouched_rng
 from training.optim import TERMS, MasterAdamW, Outcome
 
 if TYPE_CHECKING:
-    from models.transformer import Decoder
+    from parallel.engine import Engine
     from training.config import RouterConfig
     from training.data import Batch
 
@@ -73,14 +73,16 @@ class StepResult:
     rows: list[tuple[int, int, int]]
     """(source, epoch, row) of this process's rows: the identity of its part of the batch."""
     numbers: Tensor
-    """float32: the terms of the loss, then the fields of `Outcome`."""
+    """float32: the terms of the loss, the fields of `Outcome`, and the norm of each group."""
+    groups: tuple[str, ...]
+    """Names of the groups' norms."""
     stats: RouterStats | None
     """Sums over this process's micro-batches; [L, E] and [L]."""
 
 
 def train_step(
-    model: Decoder,
-    optimizer: MasterAdamW,
+    model: nn.Module,
+    optimizer: MasterAdamW | Engine,
     batches: Sequence[Batch],
     totals: StepTotals,
     *,
@@ -94,6 +96,8 @@ def train_step(
     """One optimizer step over this process's micro-batches; all processes call it alike.
 
     Args:
+        model: what is called for forward, `Trainee.forward`.
+        optimizer: of one process, or the engine that shards model and optimizer over several.
         step: number of the step, from 1, for the records.
         keep: holds the last finished micro-batch's tokens per expert, in case memory runs out.
     """
@@ -124,7 +128,6 @@ def train_step(
                     keep.counts_LE = seen.counts_E
             optimizer.backward(loss)
         optimizer.terms[: len(terms)] += torch.stack(terms).detach()
-    sum_(world, optimizer.gradient)
     outcome = optimizer.step(lr)
     if stats is not None and needs_update(model):
         flat, unpack = pack(stats)
@@ -135,7 +138,8 @@ def train_step(
         lr=lr,
         tokens=totals.tokens,
         rows=[row for batch in batches for row in batch.rows],
-        numbers=torch.cat([optimizer.terms, torch.stack(outcome)]),
+        numbers=torch.cat([optimizer.terms, torch.stack(outcome), optimizer.group_norms]),
+        groups=tuple(group.metric for group in optimizer.groups),
         stats=stats,
     )
 
@@ -166,7 +170,7 @@ def router_losses(
 
 
 def load_before(
-    model: Decoder, batches: Sequence[Batch], scope: str, world: World
+    model: nn.Module, batches: Sequence[Batch], scope: str, world: World
 ) -> Tensor | None:
     """Tokens per expert that the balance loss compares with, [L, E], where they are known or found
     before the step; None: those of each micro-batch, or of the one there is.
@@ -276,12 +280,13 @@ def read_window(
             skipped_total,
         )
     )
-    names = [*TERMS, *Outcome._fields]
+    names = [*TERMS, *Outcome._fields, *last.groups]
     table = [dict(zip(names, row)) for row in numbers_W.tolist()]
     metrics: dict[str, Any] = {
         "step": last.step,
         "loss": table[-1]["loss"],
         "grad_norm": table[-1]["grad_norm"],
+        **{name: table[-1][name] for name in last.groups},
         "skipped_steps": int(total),
     }
     if layers:

@@ -20,7 +20,7 @@ multiple of `ALIGN`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,9 +44,9 @@ DECAYED = {
     "norm": False,
     "bias": False,
 }
-ROUTER = "router"
+ROUTER, EXPERT = "router", "expert"
 
-# Loss terms of the step, kept behind the gradients: the same all-reduce sums them over processes.
+# Loss terms of a step.
 TERMS = ("loss", "balance_loss", "z_loss")
 
 
@@ -62,6 +62,11 @@ class Group:
     @property
     def count(self) -> int:
         return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def metric(self) -> str:
+        """Name of the norm of its gradients in metrics.jsonl."""
+        return f"grad_norm/{self.name.partition(' (')[0].replace(' ', '_')}"
 
 
 def parameter_groups(
@@ -88,10 +93,12 @@ def parameter_groups(
         if kind != ROUTER and kind not in DECAYED:
             known = ", ".join([*DECAYED, ROUTER])
             raise ValueError(f"parameter {name} is of kind {kind!r}; the decay rule knows {known}")
-        label = ROUTER if kind == ROUTER else ("decayed" if DECAYED[kind] else "not decayed")
+        label = "experts" if kind == EXPERT else "decayed" if DECAYED.get(kind) else "not decayed"
+        label = ROUTER if kind == ROUTER else label
         rows.setdefault((label, parameter.dtype), {})[name] = parameter
     settings = {
         "decayed": (1.0, weight_decay),
+        "experts": (1.0, weight_decay if DECAYED[EXPERT] else 0.0),
         "not decayed": (1.0, 0.0),
         ROUTER: (router_lr_multiplier, router_weight_decay),
     }
@@ -103,14 +110,20 @@ def parameter_groups(
     return groups
 
 
-def group_table(groups: Iterable[Group], lr: float, placement: str) -> list[dict[str, object]]:
-    """One row per group, as printed at the start of a run."""
+def group_table(
+    groups: Iterable[Group], lr: float, placement: Callable[[str], str]
+) -> list[dict[str, object]]:
+    """One row per group, as printed at the start of a run.
+
+    Args:
+        placement: name of a group → where its parameters lie.
+    """
     return [
         {
             "group": group.name,
             "tensors": len(group.parameters),
             "parameters": group.count,
-            "placement": placement,
+            "placement": placement(group.name),
             "dtype": str(next(iter(group.parameters.values())).dtype).removeprefix("torch."),
             "lr": lr * group.lr_multiplier,
             "weight_decay": group.weight_decay,
@@ -222,8 +235,8 @@ def _norm(flat: Tensor) -> Tensor:
 class MasterAdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over flat float32 buffers.
 
-    Use: `zero_grad()`, any number of backward passes, `sum_gradients` over processes (the caller's,
-    on `gradient`), `step(lr)`.
+    The optimizer of one process, with the interface of a sharding engine (`parallel.engine`):
+    `zero_grad()`, any number of micro-batches, `step(lr)`.
 
     Building it moves every parameter into the flat buffers (`parameter.data` is replaced), so the
     model must be on its device already and must not be moved or cast afterwards.
@@ -254,10 +267,11 @@ class MasterAdamW:
         self.flats = [_Flat(group) for group in groups]
         device = self.flats[0].master.device
         size = sum(flat.size for flat in self.flats)
-        # Gradients of all groups, then the loss terms: one all-reduce moves everything.
+        # Gradients of all groups, then the loss terms: one fill forgets everything.
         self.gradient = torch.zeros(size + len(TERMS), device=device)
         self.terms = self.gradient[size:]
-        self._gradients_only = self.gradient[:size]
+        self.group_norms = torch.zeros(len(groups), device=device)
+        """Norm of each group's gradient in the last step, before clipping."""
         start = 0
         for flat in self.flats:
             flat.master.grad = self.gradient[start : start + flat.size]
@@ -308,6 +322,11 @@ class MasterAdamW:
         """Add the gradient of a loss that is divided by the step's global count already."""
         loss.backward()
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of the summed gradients by name, flat, between the last backward and `step`."""
+        pieces = [flat.pieces(flat.master.grad.clone()) for flat in self.flats]
+        return {name: piece for part in pieces for name, piece in part.items()}
+
     @torch.no_grad()
     def step(self, lr: float) -> Outcome:
         """Clip by the global norm and update, unless the guard says no; no host sync.
@@ -315,7 +334,8 @@ class MasterAdamW:
         Args:
             lr: learning rate before the groups' multipliers.
         """
-        norm = _norm(self._gradients_only)
+        torch.stack([_norm(flat.master.grad) for flat in self.flats], out=self.group_norms)
+        norm = torch.linalg.vector_norm(self.group_norms)
         outcome = self.guard.judge(norm, self.terms)
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is 1.
         scale = torch.ones_like(norm)

@@ -109,7 +109,13 @@ def start(job: Job) -> None:
             )
     if job.model.config.moe_layers and config.router.bias_update != "none":
         log.say(f"selection bias: updated after every step, rule {config.router.bias_update}")
-    placement = f"replicated x{plan.world_size}" if plan.world_size > 1 else str(job.device)
+    if plan.engine is not None:
+        log.say(f"layout: {plan.mesh.describe()}; {plan.engine}")
+
+    def placement(group: str) -> str:
+        kind = {"experts": "expert", "router": "router"}.get(group.partition(" (")[0], "dense")
+        return str(job.device) if plan.engine is None else plan.mesh.placed(kind)
+
     log.table("parameters", group_table(job.optimizer.groups, config.optim.lr, placement))
     step = job.progress.step
     text = f"attempt {run.attempt}: "

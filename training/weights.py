@@ -10,17 +10,28 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from models.build import build_model
 from models.config import ModelConfig
-from models.hf import copy_tokenizer, load_hf, load_weights
+from models.hf import HfWeights, copy_tokenizer, load_hf, load_weights
 from models.transformer import Decoder
 from parallel import World
-from training.checkpoint import CheckpointError, Saver, Snapshot, read_state, read_weights, resolve
+from training.checkpoint import (
+    CheckpointError,
+    Saver,
+    Snapshot,
+    load_tensors,
+    read_state,
+    read_weights,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from parallel.engine import Engine
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -74,6 +85,35 @@ def load_initial_weights(model: Decoder, path: str | Path) -> None:
                 f"{path}: {name} is {list(value.shape)}, the model has {list(target.shape)}"
             )
         target.copy_(value)
+
+
+@torch.no_grad()
+def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> None:
+    """As `load_initial_weights`, for a model that an engine shards: every process reads its part.
+
+    Raises:
+        ValueError: tensors that are missing, unknown or of another shape, all named.
+        CheckpointError: no complete checkpoint there, or one that does not fit.
+    """
+    buffers = dict(model.named_buffers())
+    if is_hf_folder(path):
+        weights = HfWeights(model.config, path)
+        engine.fill(weights.values)
+        for name in buffers.keys() & set(weights.names):
+            weights.read(name, buffers[name])
+        return
+    folder = resolve(path)
+    have, wanted = read_state(folder)["shapes"], engine.shapes()
+    # Routers may keep other state between steps than those that the weights were trained with.
+    buffers = {name: buffer for name, buffer in buffers.items() if name in have}
+    wanted |= {name: list(buffer.shape) for name, buffer in buffers.items()}
+    have = {name: shape for name, shape in have.items() if name in wanted or ".router." not in name}
+    if wanted != have:
+        differ = sorted(n for n in wanted.keys() | have if wanted.get(n) != have.get(n))
+        raise ValueError(f"{path} does not fit the model: {', '.join(differ[:10])} differ")
+    shards = {name: s for name, s in engine.tensors().items() if name.startswith("weights/")}
+    load_tensors(folder, shards | {f"buffers/{n}": b.reshape(-1) for n, b in buffers.items()})
+    engine.loaded()
 
 
 def load_model(path: str | Path, **build: Any) -> Decoder:

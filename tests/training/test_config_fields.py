@@ -117,7 +117,7 @@ def _collect(job, told) -> dict:
         "weights": digest(*job.model.parameters()),
         "moe": [block.moe.config for block in job.model.layers],
         "recompute": (job.model.checkpointing, job.model.layers[0].recompute_attention),
-        "groups": group_table(optimizer.groups, config.optim.lr, ""),
+        "groups": group_table(optimizer.groups, config.optim.lr, lambda group: ""),
         "adamw": [{k: g[k] for k in ("betas", "eps")} for g in optimizer.adamw.param_groups],
         "guard": (optimizer.clip_norm, optimizer.guard.spike_factor, optimizer.guard.stop),
         "rates": [learning_rate(config.optim, step, job.steps) for step in range(job.steps)],
@@ -199,6 +199,15 @@ TURNED = {
     "train.dtype": "train.dtype=bfloat16",
     "train.compile": "train.compile=true",
     "train.checkpointing": "train.checkpointing=selective",
+    "parallel.nodes": "parallel.nodes=2",
+    "parallel.expert": "parallel.expert=2",
+    "parallel.expert_placement": "parallel.expert_placement=within_node",
+    "parallel.offload": "parallel.offload=true",
+    "parallel.chunks": "parallel.chunks=3",
+    "parallel.schedule": "parallel.schedule=pairwise",
+    "parallel.deduplicate": "parallel.deduplicate=false",
+    "parallel.payload": "parallel.payload=float8",
+    "parallel.transport": "parallel.transport=pull",
     "checkpoint.every_steps": "checkpoint.every_steps=2",
     "checkpoint.keep_last": "checkpoint.keep_last=7",
     "checkpoint.async_save": "checkpoint.async_save=false",
@@ -229,6 +238,7 @@ BEFORE = {
 # Fields whose effect a plan cannot show, and where it is shown.
 SHOWN_BY = {
     "parallel.timeout_s": "tests/training/test_config_fields.py",
+    "parallel.engine": "tests/training/test_layout.py",  # one process uses none
     "data.on_bad_line": "tests/training/test_config_fields.py",
     "data.cache_dir": "tests/training/test_config_fields.py",
     "data.tokenize_workers": "tests/training/test_config_fields.py",

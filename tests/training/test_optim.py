@@ -128,14 +128,16 @@ def test_table_accounts_for_every_element():
     rows = group_table(
         parameter_groups(model, kinds(model), weight_decay=0.1, router_lr_multiplier=0.5),
         lr=2.0,
-        placement="cpu",
+        placement=lambda group: f"where {group} lies",
     )
     assert sum(row["parameters"] for row in rows) == sum(p.numel() for p in model.parameters())
     assert {row["group"]: (row["lr"], row["weight_decay"]) for row in rows} == {
         "decayed": (2.0, 0.1),
+        "experts": (2.0, 0.1),
         "not decayed": (2.0, 0.0),
         "router": (1.0, 0.0),
     }
+    assert rows[0]["placement"] == "where decayed lies"
 
 
 def test_unknown_kinds_frozen_parameters_and_doubles():

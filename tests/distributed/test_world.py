@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel import World, agree, barrier, check_same_weights, from_main, gather, sum_
-from parallel.data_parallel import fingerprint, launched_size
+from parallel import World, agree, barrier, broadcast_, from_main, gather, sum_
+from parallel.world import fingerprint, launched_hosts, launched_size
 from tests import processes
 from tests.distributed import checks
 
@@ -25,12 +25,16 @@ def test_one_process_needs_no_group():
     assert agree(world, [1, 2]) == [1, 2] and from_main(world, "x") == "x"
     assert gather(world, 5) == [5] and world.main
     barrier(world)
-    check_same_weights(world, [tensor])
+    assert broadcast_(world, tensor) is tensor
 
 
 def test_launched_size():
     assert launched_size({}) == 1
     assert launched_size({"WORLD_SIZE": "4"}) == 4
+    assert launched_hosts({}) == 1
+    assert launched_hosts({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}) == 3
+    with pytest.raises(ValueError, match="6 processes with 4 on this host"):
+        launched_hosts({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

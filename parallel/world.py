@@ -1,11 +1,11 @@
-"""Plain data parallelism: every process holds the whole model and its own rows of each batch.
+"""Joining the other processes; sums and agreements between all of them.
 
 One process needs none of this and starts no process group; `World` then describes a world of one,
 and every function below does nothing. So the training code has a single path.
 
 Three process groups, each with one job:
 
-- `data`: gradients and metrics, on the device (NCCL on CUDA, gloo on a CPU).
+- `data`: metrics and loads of experts, on the device (NCCL on CUDA, gloo on a CPU).
 - `control`: a few integers a step over gloo, in host memory. It carries the number of targets (the
   divisor of the loss) and whether any process was asked to stop. Host memory, because reading a
   device tensor back each step would stall the GPU's queue.
@@ -49,6 +49,22 @@ def launched_size(environ: dict[str, str] | None = None) -> int:
     return int((environ or os.environ).get("WORLD_SIZE", "1"))
 
 
+def launched_hosts(environ: dict[str, str] | None = None) -> int:
+    """Number of hosts that torchrun (or a like launcher) started processes on.
+
+    Raises:
+        ValueError: not equally many processes on every host.
+    """
+    environ = environ or os.environ
+    size = launched_size(environ)
+    local = int(environ.get("LOCAL_WORLD_SIZE", size))
+    if size % local:
+        raise ValueError(
+            f"{size} processes with {local} on this host: every host must run equally many"
+        )
+    return size // local
+
+
 def start(device_type: str, timeout_s: float = 600.0) -> World:
     """Join the other processes, if a launcher started any.
 
@@ -62,8 +78,7 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
     size = launched_size()
     if size == 1:
         return World()
-    rank = int(os.environ["RANK"])
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = None
     if device_type == "cuda":
@@ -78,11 +93,18 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo", timeout=timeout, device_id=device
     )
+    return joined(timeout_s)
+
+
+def joined(timeout_s: float = 600.0) -> World:
+    """This process among those of the default process group, which exists; all of them call it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    timeout = timedelta(seconds=timeout_s)
     return World(
         rank=rank,
         size=size,
-        local_rank=local_rank,
-        local_size=local_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         data=dist.group.WORLD,
         control=dist.new_group(backend="gloo", timeout=timeout),
         checkpoint=dist.new_group(backend="gloo", timeout=timeout),
@@ -108,6 +130,13 @@ def sum_(world: World, tensor: Tensor) -> Tensor:
     """`tensor` replaced by its sum over all processes, on its device, without a host sync."""
     if world.size > 1:
         dist.all_reduce(tensor, group=world.data)
+    return tensor
+
+
+def broadcast_(world: World, tensor: Tensor) -> Tensor:
+    """`tensor` replaced by the first process's, on its device."""
+    if world.size > 1:
+        dist.broadcast(tensor, src=0, group=world.data)
     return tensor
 
 
@@ -160,23 +189,3 @@ def fingerprint(tensors: Sequence[Tensor]) -> int:
             sums.append((piece.to(torch.int64) * (place * 2654435761 + 1)).sum())
             total += piece.numel()
     return int(torch.stack(sums).sum().item()) if sums else 0
-
-
-def check_same_weights(world: World, tensors: Sequence[Tensor]) -> None:
-    """Refuse to train when processes start from different weights.
-
-    They are built from the same seed or read from the same files, so a difference is a fault
-    (another library version on one host, a damaged file) that averaging gradients would hide.
-
-    Raises:
-        ValueError: some processes hold other bits than the first; names their ranks.
-    """
-    if world.size == 1:
-        return
-    prints = gather(world, fingerprint(tensors))
-    others = [rank for rank, value in enumerate(prints) if value != prints[0]]
-    if others:
-        raise ValueError(
-            f"processes {others} start from other weights than process 0; check that all hosts "
-            f"have the same library versions and see the same files"
-        )

@@ -1,0 +1,90 @@
+"""What the `parallel` section means for a number of processes, before any of them starts."""
+
+import dataclasses
+import re
+
+import pytest
+
+import train
+from parallel.expert_parallel import ExpertParallelOptions
+from training.config import ConfigError, load_config, make_plan
+
+
+def plan(path, *words: str, world: int = 4, hosts: int = 1):
+    return make_plan(
+        load_config(path, ["train.global_batch_size=24", "train.micro_batch_size=1", *words]),
+        world,
+        cuda=False,
+        hosts=hosts,
+    )
+
+
+def test_defaults_shard_over_the_host_and_split_experts_over_hosts(tiny_config):
+    one, host, two = (
+        plan(tiny_config, world=1),
+        plan(tiny_config),
+        plan(tiny_config, hosts=2),
+    )
+    assert (one.engine, one.mesh.world) == (None, 1)
+    assert (host.engine, host.mesh.nodes, host.mesh.local, host.mesh.expert) == ("fsdp2", 1, 4, 1)
+    assert (two.mesh.nodes, two.mesh.local, two.mesh.expert) == (2, 2, 2)
+    assert two.exchange == ExpertParallelOptions()
+
+
+def test_every_setting_arrives(tiny_config):
+    words = ["parallel.nodes=2", "parallel.expert=2", "parallel.expert_placement=within_node"]
+    mesh = plan(tiny_config, *words).mesh
+    assert (mesh.nodes, mesh.local, mesh.expert, mesh.placement) == (2, 2, 2, "within_node")
+    for name, word, value in (
+        ("chunks", "3", 3),
+        ("schedule", "pairwise", "pairwise"),
+        ("deduplicate", "false", False),
+        ("payload", "float8", "float8"),
+    ):
+        found = plan(tiny_config, "parallel.nodes=4", f"parallel.{name}={word}").exchange
+        assert found == dataclasses.replace(ExpertParallelOptions(), **{name: value})
+    pytest.importorskip("deepspeed")
+    for word in ("parallel.engine=deepspeed", "parallel.offload=true"):
+        assert plan(tiny_config, word).engine == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("parallel.nodes=3", "parallel.nodes=3 does not divide the 4 processes; allowed: 1, 2, 4"),
+        ("parallel.nodes=4 parallel.expert=3", "parallel.expert=3 does not divide parallel.nodes"),
+        ("parallel.expert=4", "allowed: 1 (or parallel.expert_placement=within_node)"),
+        ("parallel.nodes=4 parallel.expert=4 model.num_experts=6", "does not divide num_experts=6"),
+        ("parallel.engine=zero", "parallel.engine='zero'"),
+        (
+            "parallel.engine=fsdp2 parallel.offload=true",
+            "offload=true needs parallel.engine=deepspeed",
+        ),
+        ("parallel.chunks=3", "parallel.chunks=3 has no effect while the experts are not split"),
+        ("parallel.deduplicate=false", "parallel.deduplicate=False has no effect"),
+        ("parallel.nodes=4 parallel.transport=pull", "parallel.transport=pull needs CUDA devices"),
+        ("parallel.nodes=4 parallel.schedule=pairwise parallel.chunks=2", "parallel.chunks=2 has"),
+        ("parallel.nodes=0", "parallel.nodes=0"),
+        ("parallel.expret=2", "did you mean parallel.expert"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(tiny_config, words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        plan(tiny_config, *words.split())
+    assert "\n" not in str(refused.value)
+
+
+def test_one_node_may_not_span_hosts(tiny_config):
+    with pytest.raises(ConfigError, match=r"parallel\.nodes=1 on 2 hosts .*allowed: 2, 4"):
+        plan(tiny_config, "parallel.nodes=1", hosts=2)
+
+
+def test_a_layout_that_cannot_be_ends_with_2_before_any_process_joins(
+    tiny_config, monkeypatch, capsys
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(train, "start", lambda *_: pytest.fail("joined the others"))
+    code = train.main([str(tiny_config), "train.micro_batch_size=1", "parallel.nodes=3"])
+    told = capsys.readouterr().err
+    assert code == 2 and told.count("\n") == 1 and "parallel.nodes=3" in told
