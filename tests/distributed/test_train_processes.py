@@ -88,7 +88,7 @@ def test_killed_at_random_moments(config, tmp_path, packing):
 def test_two_processes_equal_one_and_take_over_from_each_other(config, tmp_path):
     """1 against 2 processes, and a run that goes 2 → 1 → 2, with the same rows throughout."""
     finish(train(config, tmp_path, "run.name=one"))
-    finish(train(config, tmp_path, "run.name=two", "router.balance_scope=micro", world=2))
+    finish(train(config, tmp_path, "run.name=two", world=2))
     one, two = curve(tmp_path / "runs/one"), curve(tmp_path / "runs/two")
     assert [row[3] for row in one.values()] == [row[3] for row in two.values()], "token stream"
     for step in one:
