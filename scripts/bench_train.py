@@ -1,0 +1,270 @@
+#!/usr/bin/env python3
+"""Speed of whole training steps on one device: tokens per second, MFU, memory, and where time goes.
+
+    python scripts/bench_train.py configs/olmoe_1b_7b.yaml
+    python scripts/bench_train.py configs/qwen3_30b_a3b.yaml --layers 8 --peer --profile
+    python scripts/bench_train.py configs/quickstart.yaml train.global_batch_size=16 --steps 3
+
+What is timed is the trainer's own step: forward, backward, clipping, AdamW with float32 master
+weights, on packed rows of the bundled novel (real text with document borders; ids above its
+tokenizer's vocabulary do not occur). Weights are random, so routing is that of an untrained model;
+`balanced` beside it forces every expert to the same load. The first steps (compilation, tuning) are
+left out; the figure is the median step.
+
+    MFU = tokens/s * FLOPs per token / peak of the card
+    FLOPs per token = 6 * weights in products that a token meets + 6 * layers * heads * head_dim *
+    (seq_len + 1)
+
+--peer runs the same architecture in transformers in the same process: bfloat16 weights and moments,
+sdpa attention, grouped_mm experts, fused AdamW, the same rows without document borders. --profile
+prints the device time of one step by kernel. Results: a table, and JSON under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+from models.transformer import Decoder
+from moe.layer import MoE
+from moe.router import gates_at
+from moe.routing import Routing
+from parallel import World
+from training.assemble import make_model, make_optimizer, model_config, prepare_execution
+from training.config import Config, ConfigError, Plan, load_config, make_plan
+from training.data import Batch, build_data, load_tokenizer
+from training.device import peak_flops
+from training.flops import flops_per_token
+from training.logging import human_count
+from training.loop import agree_on_step, train_step
+
+TEXT = (
+    'data.sources=[{path: "bundled:moby-dick"}]',
+    "data.tokenizer=bundled:moby-dick",
+    "data.tokenizer_vocab_size=null",
+)
+
+
+def force_balance(layer: MoE, logits_TE, gating, routing):
+    """A routing hook: every expert gets the same number of tokens, gates stay the router's own."""
+    c = layer.config
+    T, K = gating.expert_TK.shape
+    pair_TK = torch.arange(T * K, device=logits_TE.device, dtype=torch.int32).view(T, K)
+    expert_TK = pair_TK % c.num_experts
+    gate_TK = gates_at(logits_TE, expert_TK, c.score, c.norm, c.route_scale)
+    counts_E = torch.full_like(gating.counts_E, T * K // c.num_experts)
+    gating = gating._replace(expert_TK=expert_TK, gate_TK=gate_TK, counts_E=counts_E)
+    return gating, Routing.from_topk(expert_TK, gate_TK, c.num_experts, c.kernels)
+
+
+def batches_of(config: Config, plan: Plan, folder: Path) -> tuple[object, list[list[Batch]]]:
+    """The tokenizer, and the micro-batches of a few steps."""
+    tokenizer = load_tokenizer(config.data, folder / "tokenizer")
+    data = build_data(config.data, tokenizer, seed=config.run.seed)
+    stream = data.steps(
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=0,
+        world=1,
+        steps=4,
+        pin_memory=plan.device == "cuda",
+    )
+    steps = [list(batches) for batches in stream]
+    stream.close()
+    return tokenizer, steps
+
+
+def fill(model: torch.nn.Module, std: float) -> None:
+    """Random weights, drawn where they lie: a benchmark needs no reproducible ones."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.ones_(parameter)
+        else:
+            torch.nn.init.normal_(parameter, std=std)
+
+
+def timed(step, count: int, warmup: int, device: torch.device) -> list[float]:
+    """Seconds of each step after the first ones."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    seconds = []
+    for number in range(warmup + count):
+        wait()
+        began = time.perf_counter()
+        step(number)
+        wait()
+        if number >= warmup:
+            seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def result(name: str, seconds: list[float], tokens: int, config, device) -> dict:
+    peak = peak_flops(device)
+    speed = tokens / statistics.median(seconds)
+    flops = flops_per_token(config.model.config, config.data.seq_len)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    row = {
+        "name": name, "tokens_per_second": speed, "tokens_per_step": tokens,
+        "seconds": seconds, "mfu": speed * flops / peak if peak else None, "memory_gib": memory,
+        "flops_per_token": flops,
+    }  # fmt: skip
+    text = f"{name:24s} {human_count(speed):>6s} tok/s   step {statistics.median(seconds):.4f} s"
+    if peak:
+        text += f"   MFU {row['mfu']:.1%}   memory {memory:.1f} GiB"
+    print(text, flush=True)
+    return row
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def bench_ours(args, config: Config, plan: Plan, tokenizer, steps, balanced: bool) -> dict:
+    device = torch.device(plan.device)
+    release(device)
+    architecture = model_config(config, tokenizer)
+    model: Decoder = make_model(config, architecture, plan, device, resumed=True)
+    fill(model, architecture.initializer_range)
+    if balanced:
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.routing_hook = force_balance
+    optimizer = make_optimizer(config, model)
+    prepare_execution(config, plan, model)
+    world = World()
+
+    def step(number: int) -> None:
+        batches = steps[number % len(steps)]
+        train_step(
+            model, optimizer, batches, agree_on_step(world, batches, False), step=number + 1,
+            lr=1e-5, router=config.router, world=world, device=device,
+        )  # fmt: skip
+
+    tokens = sum(batch.num_tokens for batch in steps[0])
+    seconds = timed(step, args.steps, args.warmup, device)
+    row = result(
+        "balanced routing" if balanced else "real routing", seconds, tokens, config, device
+    )
+    if args.profile and device.type == "cuda" and not balanced:
+        row["profile_ms"] = profile(step)
+    return row
+
+
+def profile(step) -> dict[str, float]:
+    """Milliseconds of one step by kernel name, the largest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        step(0)
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.split("<")[0].split("(")[0][:70]
+            spent[name] = spent.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
+    spent = dict(sorted(spent.items(), key=lambda item: -item[1]))
+    total = sum(spent.values())
+    print(f"  kernels of one step: {total:.1f} ms")
+    for name, ms in list(spent.items())[:25]:
+        print(f"  {ms:9.2f} ms {ms / total:6.1%}  {name}")
+    return spent
+
+
+def bench_peer(args, config: Config, plan: Plan, tokenizer, steps) -> dict:
+    """The same architecture and rows in transformers."""
+    import transformers
+
+    device = torch.device(plan.device)
+    release(device)
+    given = model_config(config, tokenizer).to_hf()
+    hf = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(
+            hf, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("grouped_mm")
+    model.train()
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+    rows = [[batch.tokens_BL.to(device) for batch in batches] for batches in steps]
+
+    def step(number: int) -> None:
+        for tokens_BL in rows[number % len(rows)]:
+            loss = model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss
+            (loss / len(rows[0])).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    tokens = sum(batch.num_tokens for batch in steps[0])
+    seconds = timed(step, args.steps, args.warmup, device)
+    name = f"transformers {transformers.__version__}"
+    return result(name, seconds, tokens, config, device)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--layers", type=int, help="cut the model to so many layers")
+    parser.add_argument("--steps", type=int, default=6, help="steps that count")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of one step")
+    parser.add_argument("--routing", default="both", choices=("both", "real", "balanced"))
+    parser.add_argument("--peer", action="store_true", help="transformers in the same run")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_train"))
+    args = parser.parse_intermixed_args(arguments)
+    overrides = [*TEXT, *args.overrides]
+    if args.layers:
+        overrides.append(f"model.num_hidden_layers={args.layers}")
+    try:
+        config = load_config(args.config, overrides)
+        if not any(word.startswith("train.global_batch_size=") for word in args.overrides):
+            size = args.micro_batches * config.train.micro_batch_size
+            overrides.append(f"train.global_batch_size={size}")
+            config = load_config(args.config, overrides)
+        plan = make_plan(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer, steps = batches_of(config, plan, args.out)
+    card = torch.cuda.get_device_name() if plan.device == "cuda" else "cpu"
+    print(
+        f"{args.config}, {config.model.config.num_hidden_layers} layers, {plan.accumulation} x "
+        f"{config.train.micro_batch_size} rows of {config.data.seq_len} tokens, {plan.dtype}"
+        f"{', compiled' if plan.compile else ''}; {card}, torch {torch.__version__}",
+        flush=True,
+    )
+    kinds = {"both": (False, True), "real": (False,), "balanced": (True,)}[args.routing]
+    rows = [bench_ours(args, config, plan, tokenizer, steps, balanced) for balanced in kinds]
+    if args.peer:
+        rows.append(bench_peer(args, config, plan, tokenizer, steps))
+    (args.out / "train.json").write_text(
+        json.dumps({"card": card, "torch": torch.__version__, "command": overrides, "rows": rows})
+    )
+    print(f"written to {args.out}/train.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
