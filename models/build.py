@@ -8,7 +8,10 @@ number of processes or layout.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -107,7 +110,14 @@ def initial_values(
     if kind != "expert":
         return draw(config, name, torch.Size(shape), seed)
     experts = range(shape[0]) if experts is None else experts
-    return torch.stack([draw(config, name, torch.Size(shape[1:]), seed, i) for i in experts])
+    one = partial(draw, config, name, torch.Size(shape[1:]), seed)
+    with ThreadPoolExecutor(_threads()) as pool:  # a stream is drawn by one core
+        return torch.stack(list(pool.map(one, experts)))
+
+
+def _threads() -> int:
+    """Cores for each process of this host, within reason."""
+    return max(1, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def draw(

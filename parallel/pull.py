@@ -4,19 +4,24 @@ NCCL's all-to-all runs on the SMs and so slows the products that it should hide 
 exchange of 0.26 ms beside an 8192³ bf16 product 0 to 35 % were hidden on two H200s, of one by plain
 copies out of the peer's buffer, which run on the copy engine, 86 to 88 %. Pushing hid 0 to 50 %.
 
-The sender packs its rows into a buffer that its peers have mapped; a barrier says that all have;
-each rank then copies its parts, at offsets that follow from the split. Buffers are used in turn. A
-rank may overwrite a buffer two exchanges later: it has then passed the barrier of the exchange in
-between, which its peers entered only behind their copies of the first.
+The sender packs its rows into a buffer that its peers have mapped and raises its flag at each of
+them; who sees a peer's flag copies its part, at offsets that follow from the split. Buffers are
+used in turn. A rank may overwrite a buffer two exchanges later: it has then seen all flags of the
+exchange in between, which its peers raised only behind their copies of the first.
+
+Flags are written and waited for by the stream itself (cuStreamWriteValue, cuStreamWaitValue), not
+by a kernel: a kernel would wait for a free SM, and the persistent products that the exchange should
+hide behind leave none.
 
 Nothing here needs CUDA but `SymmetricMemory`; the protocol is tested on a CPU with shared files.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,28 +55,61 @@ class SymmetricMemory:
         self.group = group
         self.device = device
         self._pieces: list[Tensor] = []
-        self._handle = None
+        self._handles: list[Any] = []  # hold the mappings
+        ranks = group.size()
+        # One flag of 32 bits for each rank, the number of the last exchange that it has packed.
+        self._flags = self._map(4 * ranks, clear=True)
+        self._own = group.rank()
+        self._raised = 0
 
-    def reserve(self, nbytes: int) -> None:
+    def _map(self, nbytes: int, clear: bool = False) -> list[Tensor]:
         import torch.distributed._symmetric_memory as symmetric
 
+        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if clear:
+            own.zero_()
+        handle = symmetric.rendezvous(own, self.group)
+        self._handles.append(handle)
+        torch.cuda.synchronize(self.device)
+        dist.barrier(group=self.group, device_ids=[self.device.index])
+        return [
+            own if rank == handle.rank else handle.get_buffer(rank, [nbytes], torch.uint8)
+            for rank in range(handle.world_size)
+        ]
+
+    def reserve(self, nbytes: int) -> None:
         # Peers may still be reading the old piece, and this stream may still be copying.
         torch.cuda.synchronize(self.device)
         dist.barrier(group=self.group, device_ids=[self.device.index])
-        self._pieces = []
-        own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._handle = symmetric.rendezvous(own, self.group)
-        self._pieces = [
-            own if rank == self._handle.rank else self._handle.get_buffer(rank, [nbytes], own.dtype)
-            for rank in range(self._handle.world_size)
-        ]
+        self._pieces, self._handles = [], self._handles[:1]
+        self._pieces = self._map(nbytes)
 
     def piece(self, rank: int) -> Tensor:
         return self._pieces[rank]
 
     def barrier(self) -> None:
-        assert self._handle is not None, "reserve() comes first"
-        self._handle.barrier(channel=0)
+        self._raised += 1
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        others = [rank for rank in range(len(self._flags)) if rank != self._own]
+        for rank in others:  # what this stream has written so far is visible before its flag
+            flag = self._flags[rank].data_ptr() + 4 * self._own
+            _driver("cuStreamWriteValue32_v2", stream, flag, self._raised)
+        for rank in others:
+            flag = self._flags[self._own].data_ptr() + 4 * rank
+            _driver("cuStreamWaitValue32_v2", stream, flag, self._raised)  # at least that
+
+
+def _driver(name: str, stream: int, address: int, value: int) -> None:
+    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    arguments = (
+        ctypes.c_void_p(stream),
+        ctypes.c_uint64(address),
+        ctypes.c_uint32(value),
+        ctypes.c_uint(0),
+    )
+    error = function(*arguments)
+    if error:
+        raise RuntimeError(f"{name} failed with CUDA error {error}")
 
 
 class Pull:

@@ -15,6 +15,7 @@ from parallel.expert_parallel import ExpertParallelOptions, expert_parallel
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.processes import run_processes
 from scripts import verify
+from training.config import load_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,16 +87,31 @@ def test_every_mode_equals_one_gpu():
         assert found == []
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["parallel.nodes=2"],
-        ["parallel.nodes=2", "parallel.transport=pull"],
-        ["parallel.nodes=1", "parallel.expert=2", "parallel.expert_placement=within_node"],
-        ["parallel.nodes=1", "parallel.expert=1"],
-    ],
-)
-def test_layouts_equal_one_gpu(overrides, capsys):
-    arguments = ["configs/quickstart.yaml", "--nproc", "2", "run.device=cuda", *overrides]
-    code = verify.main(arguments)
-    assert code == 0, capsys.readouterr().out
+LAYOUTS = [
+    ["parallel.nodes=2"],
+    ["parallel.nodes=2", "parallel.transport=pull"],
+    ["parallel.nodes=1", "parallel.expert=2", "parallel.expert_placement=within_node"],
+    ["parallel.nodes=1", "parallel.expert=1"],
+]
+
+
+def _all_layouts(cases: list) -> list[dict]:
+    return [verify.as_layout(config, plan, 2) for config, plan in cases]
+
+
+def test_layouts_equal_one_gpu(capsys):
+    """Both placements, ZeRO-3 alone, and tokens that travel by the copy engine; the trainer's own
+    model, engine and step, in float32."""
+    cases = []
+    for overrides in LAYOUTS:
+        config = load_config("configs/quickstart.yaml", ["run.device=cuda", *overrides])
+        small, plan, alone = verify.plans(config, 2)
+        cases.append((small, plan))
+    parts = run_processes(2, _all_layouts, cases, device_type="cuda", timeout_s=500)
+    one, bad = verify.one_process(small, alone, 2, 2), []
+    for overrides, results in zip(LAYOUTS, zip(*parts, strict=True), strict=True):
+        lines = verify.compare(one, verify.put_together(list(results)), "cuda")
+        with capsys.disabled():
+            print(f"\n{overrides}\n{verify.table(lines, everything=False)}")
+        bad += [(overrides, line) for line in lines if not line.good]
+    assert not bad
