@@ -106,7 +106,7 @@ def train(job: Job, stop: StopRequest) -> int:
     pace = Pace()
     stream = job.data.steps(
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        micro_batch_size=job.plan.micro_batch_size,
         rank=world.rank,
         world=world.size,
         steps=max(0, job.steps - progress.step),
@@ -161,7 +161,7 @@ def evaluate(job: Job) -> dict[str, float]:
     """Validation metrics, and a sample of text on the screen and in events.jsonl."""
     evaluation = job.config.eval
     sources = job.data.validation(
-        micro_batch_size=job.config.train.micro_batch_size,
+        micro_batch_size=job.plan.micro_batch_size,
         rank=job.world.rank,
         world=job.world.size,
         batches=evaluation.batches,

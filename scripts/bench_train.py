@@ -74,7 +74,7 @@ def batches_of(config: Config, plan: Plan, folder: Path) -> tuple[object, list[l
     data = build_data(config.data, tokenizer, seed=config.run.seed)
     stream = data.steps(
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        micro_batch_size=plan.micro_batch_size,
         rank=0,
         world=1,
         steps=4,
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     card = torch.cuda.get_device_name() if plan.device == "cuda" else "cpu"
     print(
         f"{args.config}, {config.model.config.num_hidden_layers} layers, {plan.accumulation} x "
-        f"{config.train.micro_batch_size} rows of {config.data.seq_len} tokens, {plan.dtype}"
+        f"{plan.micro_batch_size} rows of {config.data.seq_len} tokens, {plan.dtype}"
         f"{', compiled' if plan.compile else ''}; {card}, torch {torch.__version__}",
         flush=True,
     )

@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     memory = process_memory(config, plan)
     show(
-        f"memory of each process, GiB ({plan.dtype}, micro-batch {config.train.micro_batch_size} x "
+        f"memory of each process, GiB ({plan.dtype}, micro-batch {plan.micro_batch_size} x "
         f"{config.data.seq_len}, checkpointing {config.train.checkpointing})",
         [
             ("weights", _gib(memory.weights), ""),

@@ -266,7 +266,7 @@ class TrainConfig(Section):
     global_batch_size: Positive = 32
     """Rows of `data.seq_len` tokens in one optimizer step, over all processes."""
     micro_batch_size: Positive = 8
-    """Rows of one forward pass in one process."""
+    """Most rows of one forward pass in one process; where few rows are left for each, fewer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of matrix products; master weights are float32. auto: bfloat16 on CUDA."""
     compile: Literal["auto"] | bool = "auto"
@@ -502,6 +502,9 @@ class Plan:
     """"fsdp2" or "deepspeed"; None for one process, which needs none."""
     exchange: ExpertParallelOptions
     """How tokens travel to experts of other processes."""
+    micro_batch_size: int
+    """Rows of one forward pass in one process: the largest divisor of its rows up to the
+    setting."""
     accumulation: int
     """Forward passes of one process in one optimizer step."""
     rows_per_rank: int
@@ -525,13 +528,14 @@ def make_plan(
             device that is not there.
     """
     train = config.train
-    per_pass = train.micro_batch_size * world_size
-    if train.global_batch_size % per_pass:
+    if train.global_batch_size % world_size:
         raise ConfigError(
-            f"train.global_batch_size={train.global_batch_size} must be a multiple of "
-            f"train.micro_batch_size={train.micro_batch_size} times {world_size} processes = "
-            f"{per_pass}"
+            f"train.global_batch_size={train.global_batch_size} must be a multiple of the "
+            f"{world_size} processes"
         )
+    rows = train.global_batch_size // world_size
+    most = min(train.micro_batch_size, rows)
+    micro_batch = next(size for size in range(most, 0, -1) if rows % size == 0)
     if cuda is None:
         import torch  # here, so that mistakes are told before the two seconds this takes
 
@@ -556,7 +560,8 @@ def make_plan(
         mesh=mesh,
         engine=engine,
         exchange=exchange,
-        accumulation=train.global_batch_size // per_pass,
-        rows_per_rank=train.global_batch_size // world_size,
+        micro_batch_size=micro_batch,
+        accumulation=rows // micro_batch,
+        rows_per_rank=rows,
         tokens_per_step=train.global_batch_size * config.data.seq_len,
     )

@@ -139,7 +139,7 @@ def activation_bytes(config: Config, plan: Plan) -> int:
     def peak(moe: int, dense: int) -> int:
         return replay(
             _with_layers(model, moe, dense),
-            rows=config.train.micro_batch_size,
+            rows=plan.micro_batch_size,
             seq_len=config.data.seq_len,
             dtype=DTYPES[plan.dtype],
             save=config.model.save,

@@ -180,7 +180,7 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "3"], "times 3 processes"),
+        (["--gpus", "3"], "the 3 processes"),
         (["--gpu", "Z9"], "--gpu='Z9' is not in the table"),
         (["train.step=3"], "did you mean train.steps?"),
         (["--mfu", "30"], "--mfu=30.0 must be above 0"),

@@ -268,8 +268,17 @@ def test_plan_divides_the_batch(file):
     )
     with pytest.raises(ConfigError) as caught:
         make_plan(config, world_size=3, cuda=False)
-    assert "global_batch_size=32 must be a multiple of" in one_line(caught)
-    assert "times 3 processes = 12" in one_line(caught)
+    assert "global_batch_size=32 must be a multiple of the 3 processes" in one_line(caught)
+
+
+def test_micro_batches_shrink_where_a_process_has_few_rows(file):
+    config = load_config(file, ["train.micro_batch_size=4", "train.global_batch_size=12"])
+    sizes = {
+        world: (plan.micro_batch_size, plan.accumulation)
+        for world in (1, 2, 4, 6, 12)
+        for plan in [make_plan(config, world_size=world, cuda=False)]
+    }
+    assert sizes == {1: (4, 3), 2: (3, 2), 4: (3, 1), 6: (2, 1), 12: (1, 1)}
 
 
 def test_plan_takes_what_is_said_over_what_is_found(file):
