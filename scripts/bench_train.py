@@ -36,12 +36,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from models.transformer import Decoder
+from moe.control import begin_step
 from moe.layer import MoE
 from moe.router import gates_at
 from moe.routing import Routing
 from parallel import World
-from training.assemble import make_model, make_optimizer, model_config, prepare_execution
+from training.assemble import make_trainee, model_config
 from training.config import Config, ConfigError, Plan, load_config, make_plan
 from training.data import Batch, build_data, load_tokenizer
 from training.device import peak_flops
@@ -83,15 +83,6 @@ def batches_of(config: Config, plan: Plan, folder: Path) -> tuple[object, list[l
     steps = [list(batches) for batches in stream]
     stream.close()
     return tokenizer, steps
-
-
-def fill(model: torch.nn.Module, std: float) -> None:
-    """Random weights, drawn where they lie: a benchmark needs no reproducible ones."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.ones_(parameter)
-        else:
-            torch.nn.init.normal_(parameter, std=std)
 
 
 def timed(step, count: int, warmup: int, device: torch.device) -> list[float]:
@@ -140,21 +131,19 @@ def bench_ours(args, config: Config, plan: Plan, tokenizer, steps, balanced: boo
     device = torch.device(plan.device)
     release(device)
     architecture = model_config(config, tokenizer)
-    model: Decoder = make_model(config, architecture, plan, device, resumed=True)
-    fill(model, architecture.initializer_range)
-    if balanced:
-        for module in model.modules():
+    trainee = make_trainee(config, architecture, plan, device)
+    begin_step(trainee.model, 1)
+    if balanced:  # blocks are compiled at their first call
+        for module in trainee.model.modules():
             if isinstance(module, MoE):
                 module.routing_hook = force_balance
-    optimizer = make_optimizer(config, model)
-    prepare_execution(config, plan, model)
     world = World()
 
     def step(number: int) -> None:
         batches = steps[number % len(steps)]
         train_step(
-            model, optimizer, batches, agree_on_step(world, batches, False), step=number + 1,
-            lr=1e-5, router=config.router, world=world, device=device,
+            trainee.forward, trainee.optimizer, batches, agree_on_step(world, batches, False),
+            step=number + 1, lr=1e-5, router=config.router, world=world, device=device,
         )  # fmt: skip
 
     tokens = sum(batch.num_tokens for batch in steps[0])
