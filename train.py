@@ -33,10 +33,12 @@ from training.config import Config, ConfigError, Plan, load_config, make_plan, w
 from training.data import build_data, load_tokenizer
 from training.device import seed_all, setup_determinism
 from training.evaluate import sample_text, validate
+from training.exactness import acting, check_ends
 from training.faults import RunFailed, StopRequest
 from training.job import Job
 from training.logging import RunLog
 from training.loop import Pace, StepResult, agree_on_step, train_step
+from training.probe import make_probe
 from training.run import open_run, release, total_steps
 from training.schedule import learning_rate
 
@@ -60,13 +62,14 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     else:
         progress.position = data.state_dict()
     steps = total_steps(config, data.rows_per_epoch)
+    check_ends(config, steps)
 
     if world.main:  # only now: a refused start leaves the files of earlier ones alone
         write_resolved(config, run.folder / "config.yaml")
     folder = run.folder if world.main else None
     log = RunLog(folder, run.attempt, status.wandb_settings(config, run))
 
-    trainee = make_trainee(config, architecture, plan, device, run.checkpoint)
+    trainee = make_trainee(config, architecture, plan, device, steps, run.checkpoint)
     if run.checkpoint is not None:
         restore_random_states(run.checkpoint, world, config.run.seed)
     begin_step(trainee.model, max(1, progress.step))
@@ -88,6 +91,7 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
         tokenizer,
         data,
         trainee,
+        make_probe(trainee.model, data, world, device),
         saver,
         steps,
         progress,
@@ -118,9 +122,10 @@ def train(job: Job, stop: StopRequest) -> int:
             if totals.stop:
                 break
             progress.step += 1
-            for change in begin_step(job.model, progress.step):
-                status.router_change(job, change)
+            changes = begin_step(job.model, progress.step)
+            job.router_changes += [(progress.step, change) for change in changes]
             if totals.targets:
+                job.probe.offer(batches[0], job.device)
                 result = train_step(
                     job.trainee.forward,
                     job.optimizer,
@@ -191,6 +196,7 @@ def save(job: Job) -> None:
             trainee=job.trainee,
             folder=job.run.folder,
             attempt=job.run.attempt,
+            inexact=acting(job.config, progress.step, job.steps),
         )
     )
 
@@ -201,6 +207,8 @@ def finish(job: Job, stopped: bool) -> int:
         save(job)
     job.saver.wait()
     status.saves(job, final=True)
+    if not stopped:
+        status.check_export(job)
     status.end(job, stopped)
     job.data.close()
     job.log.close()

@@ -154,6 +154,15 @@ def _check_sources(config: ModelConfig, source: Mapping[str, Tensor], wanted: se
     names = set(source)
     if config.tie_word_embeddings or "head.weight" not in wanted:
         names.discard("head.weight")  # state dicts list a tied matrix twice
+    # Routers keep state between training steps; of all that only a selection bias is for a folder.
+    state = {name for name in names - wanted if ".router." in name}
+    for name in sorted(state):
+        if name.endswith(".selection_bias") and bool(source[name].any()):
+            raise ValueError(
+                f"{name} is not zero, and {config.family} has no selection bias: an export would "
+                "be another model"
+            )
+    names -= state
     missing, extra = sorted(wanted - names), sorted(names - wanted)
     if missing or extra:
         raise ValueError(_list_problems("the model's tensors", missing=missing, unknown=extra))

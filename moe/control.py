@@ -20,7 +20,8 @@ Shape letters: L layers, E experts, D model width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -111,12 +112,39 @@ def begin_step(model: nn.Module, step: int) -> list[str]:
     said: dict[str, None] = {}
     for router in routers_of(model):
         control = router.config.control
+        if control.bias_update != "none" and control.bias_anneal is not None:
+            start, end = control.bias_anneal
+            if step == start + 1:
+                said[f"the selection bias falls to zero until step {end}"] = None
+            elif step == end + 1:
+                said["the selection bias is zero from now on"] = None
         until = control.ema_until
         by_ema = control.ema is not None and (until is None or step <= until)
         if router.select_by_ema and not by_ema:
             said["the router's own weight selects from now on, no longer its average"] = None
         router.select_by_ema = by_ema
     return list(said)
+
+
+@contextmanager
+def exported(model: nn.Module, selection_bias: bool) -> Iterator[None]:
+    """Inside, routers compute what a folder can say that holds weights alone, in evaluation mode.
+
+    Args:
+        selection_bias: whether the folder holds the selection bias too.
+    """
+    routers = routers_of(model)
+    before = [(router.select_by_ema, router.k, router.selection_bias) for router in routers]
+    try:
+        for router in routers:
+            router.select_by_ema = False
+            router.k = router.config.num_experts_per_tok
+            if not selection_bias:
+                router.selection_bias = None
+        yield
+    finally:
+        for router, (by_ema, k, bias) in zip(routers, before):
+            router.select_by_ema, router.k, router.selection_bias = by_ema, k, bias
 
 
 def needs_update(model: nn.Module) -> bool:

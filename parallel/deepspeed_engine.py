@@ -356,7 +356,7 @@ def _config(dtype: torch.dtype, offload: bool) -> dict[str, Any]:
         "bf16": {"enabled": dtype == torch.bfloat16},
         # DeepSpeed would reduce and add up bf16 gradients in bf16.
         "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": ["*selection_bias"]},
+        "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": ["*router*"]},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # torch's AdamW
         "zero_force_ds_cpu_optimizer": False,

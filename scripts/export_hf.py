@@ -22,7 +22,13 @@ from models.config import ModelConfig
 from models.hf import DTYPES, export_hf
 from training.checkpoint import CheckpointError, resolve
 from training.config_load import fail
-from training.weights import CheckpointTensors, is_hf_folder, load_model, tokenizer_folder
+from training.weights import (
+    CheckpointTensors,
+    is_hf_folder,
+    load_model,
+    refuse_inexact,
+    tokenizer_folder,
+)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -52,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         if is_hf_folder(options.checkpoint):
             raise ValueError(f"{options.checkpoint} is a Hugging Face folder already")
         checkpoint = resolve(options.checkpoint)
+        refuse_inexact(checkpoint)
         config = ModelConfig.from_hf(checkpoint / "model")
         tokenizer = tokenizer_folder(checkpoint)
         exported = export_hf(

@@ -24,9 +24,10 @@ from moe.rounding import RoundingConfig
 from parallel import World
 from parallel.engine import AdamSettings, check_replicas, make_engine
 from parallel.mesh import build_mesh
-from training.checkpoint import Snapshot, load_tensors, read_rng, read_state
+from training.checkpoint import Snapshot, load_tensors, read_rng, read_state, stored_tensors
 from training.config_load import ConfigError
 from training.device import restore_rng, rng_bytes, seed_all
+from training.exactness import last_acting_step
 from training.optim import TERMS, Group, MasterAdamW, StepGuard, parameter_groups
 from training.weights import load_initial_shards, load_initial_weights
 
@@ -77,14 +78,23 @@ def rounding(router: RouterConfig) -> RoundingConfig | None:
     )
 
 
-def router_control(router: RouterConfig) -> RouterControl:
-    """The state of the routers and how it changes between steps."""
+def router_control(config: Config, steps: int) -> RouterControl:
+    """The state of the routers and how it changes between steps.
+
+    Args:
+        steps: of the whole run: what cannot be exported ends before the last `router.end_steps`.
+    """
+    router = config.router
+    last_bias = last_acting_step(config, "router.bias_update", steps)
     return RouterControl(
         bias_update=router.bias_update,
         bias_rate=router.bias_rate,
         bias_ema=router.bias_ema,
         bias_freeze_at=router.bias_freeze_at,
+        bias_anneal=None if last_bias is None else (last_bias - router.end_steps, last_bias),
         keep_load=router.balance_coef > 0 and router.balance_scope == "lagged",
+        ema=router.ema,
+        ema_until=last_acting_step(config, "router.ema", steps),
     )
 
 
@@ -104,12 +114,16 @@ def make_trainee(
     architecture: ModelConfig,
     plan: Plan,
     device: torch.device,
+    steps: int,
     checkpoint: Path | None = None,
 ) -> Trainee:
     """The model with first weights, or with those of a checkpoint, and its optimizer.
 
     One process holds everything; several share it through an engine, and none of them ever holds
     the whole model.
+
+    Args:
+        steps: of the whole run.
 
     Raises:
         ValueError: weights that do not fit, or that differ between processes.
@@ -121,7 +135,7 @@ def make_trainee(
         kernels=config.model.kernels,
         save=config.model.save,
         rounding=rounding(config.router),
-        control=router_control(config.router),
+        control=router_control(config, steps),
         selection_bias=architecture.has_selection_bias or config.router.bias_update != "none",
         sequence_stats=config.router.balance_coef > 0 and config.router.balance_scope == "sequence",
         # Engines keep float32 master weights as the model's own and cast them for computing.
@@ -136,8 +150,7 @@ def make_trainee(
     apply_checkpointing(model, config.train.checkpointing)
     trainee = _sharded(config, plan, model, device) if several else _whole(config, model)
     if checkpoint is not None:
-        load_tensors(checkpoint, saved_tensors(trainee))
-        trainee.optimizer.loaded()
+        _load(checkpoint, trainee)
     elif several:
         _first_shards(config, trainee)
         start_routers(model)
@@ -222,6 +235,16 @@ def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
+def _load(checkpoint: Path, trainee: Trainee) -> None:
+    tensors, stored = saved_tensors(trainee), stored_tensors(checkpoint)
+    state = [name for name in tensors if name.startswith("buffers/")]
+    load_tensors(checkpoint, {name: tensors[name] for name in tensors if name not in state})
+    trainee.optimizer.loaded()
+    # State that the run has only now, by changed settings, starts as in a new run.
+    start_routers(trainee.model)
+    load_tensors(checkpoint, {name: tensors[name] for name in state if name in stored})
+
+
 def snapshot(
     *,
     step: int,
@@ -230,12 +253,14 @@ def snapshot(
     trainee: Trainee,
     folder: Path,
     attempt: int,
+    inexact: list[str],
 ) -> Snapshot:
     """Everything needed to go on from here.
 
     Args:
         position: of the data after the step.
         folder: of the run, for its config and tokenizer.
+        inexact: what an exported folder would lack (`training.exactness.acting`).
     """
     model, optimizer = trainee.model, trainee.optimizer
     shapes = optimizer.shapes() | {
@@ -244,7 +269,13 @@ def snapshot(
     return Snapshot(
         step=step,
         tensors=saved_tensors(trainee),
-        state={"tokens": tokens, "attempt": attempt, "data": position, "shapes": shapes},
+        state={
+            "tokens": tokens,
+            "attempt": attempt,
+            "data": position,
+            "shapes": shapes,
+            "inexact": inexact,
+        },
         rng=rng_bytes(),
         files={
             "config.yaml": folder / "config.yaml",

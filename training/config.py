@@ -191,6 +191,14 @@ class RouterConfig(Section):
     """Part of the old bias that the rule quantile keeps."""
     bias_freeze_at: Positive | None = None
     """From this step on the selection bias stays as it is; empty: never."""
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of an average of the router weights that selects the experts, while the weights
+    themselves give the gates; empty: none."""
+    end_steps: Positive | None = None
+    """The last so many steps train exactly what is exported: a selection bias that the family does
+    not have falls to zero in as many steps before, averaged weights stop selecting."""
+    exportable: bool = True
+    """false: train a router that no transformers family has, and never export it."""
     z_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the router z-loss (squared log-sum-exp of the logits)."""
     rounding: Literal[

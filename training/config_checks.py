@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from training.exactness import check_exactness
+
 if TYPE_CHECKING:
     from training.config import Config
 
@@ -126,11 +128,7 @@ def check_combinations(config: Config) -> None:
         raise ValueError(
             f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
         )
-    if config.router.bias_update != "none" and not model.has_selection_bias:
-        raise ValueError(
-            f"router.bias_update={config.router.bias_update!r} needs a selection bias, which the "
-            f"family {model.family} has not; allowed: none"
-        )
+    check_exactness(config)
     if config.router.rounding != "none":
         _check_rounding(config)
     if data.seq_len > model.max_position_embeddings:

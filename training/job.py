@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from training.data import TextTokenizer, TrainData
     from training.logging import RunLog
     from training.optim import MasterAdamW
+    from training.probe import Probe
     from training.run import Run
 
 
@@ -47,11 +48,14 @@ class Job:
     tokenizer: TextTokenizer
     data: TrainData
     trainee: Trainee
+    probe: Probe
     saver: Saver
     steps: int
     """Steps of the whole run."""
     progress: Progress
     last_counts: LastCounts = field(default_factory=LastCounts)
+    router_changes: list[tuple[int, str]] = field(default_factory=list)
+    """(first step, what is different) since the last log line."""
     plotted_at: float = float("-inf")
     """When plots were last drawn, in monotonic seconds."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -261,23 +261,31 @@ class Skipped:
 
 
 def read_window(
-    window: Sequence[StepResult], world: World, skipped_total: Tensor
-) -> tuple[dict[str, Any], list[Skipped]]:
-    """The last step's metrics and the window's skipped steps; all processes call it alike.
+    window: Sequence[StepResult],
+    world: World,
+    skipped_total: Tensor,
+    extra: Mapping[str, Tensor] | None = None,
+) -> tuple[dict[str, Any], list[Skipped], dict[int, float]]:
+    """The last step's metrics, the window's skipped steps, and the loss of each of its steps; all
+    processes call it alike.
 
     The one place that waits for the device: everything comes over in one transfer.
+
+    Args:
+        extra: further metrics, scalars on the device.
     """
     last = window[-1]
     layers: dict[str, Tensor] = {}
     if last.stats is not None:
         flat, unpack = pack(last.stats)
         layers = layer_metrics(unpack(sum_(world, flat)))
-    numbers_W, layers, whole, total = to_host(
+    numbers_W, layers, whole, total, extra = to_host(
         (
             torch.stack([result.numbers for result in window]),
             layers,
             model_metrics(layers),
             skipped_total,
+            dict(extra or {}),
         )
     )
     names = [*TERMS, *Outcome._fields, *last.groups]
@@ -297,9 +305,11 @@ def read_window(
             for name, values in layers.items()
             for layer, value in enumerate(values.tolist())
         }
+    metrics |= {name: value.item() for name, value in extra.items()}
+    losses = {result.step: row["loss"] for result, row in zip(window, table)}
     bad = [(result, row) for result, row in zip(window, table) if row["reason"]]
     if not bad:
-        return metrics, []
+        return metrics, [], losses
     # All processes see the same reasons, so all come here or none.
     parts = gather(world, [result.rows for result, _ in bad])
     skipped = [
@@ -313,7 +323,7 @@ def read_window(
         )
         for number, (result, row) in enumerate(bad)
     ]
-    return metrics, skipped
+    return metrics, skipped, losses
 
 
 def perplexity(loss: float) -> float:

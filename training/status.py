@@ -12,6 +12,7 @@ from moe.experts import BACKENDS
 from moe.kernels._triton import pick_backend
 from training.checkpoint import NonFiniteWeights
 from training.device import max_memory_gib, peak_flops
+from training.exactness import acting
 from training.faults import RunFailed, out_of_memory_message
 from training.flops import flops_per_token, matmul_weights
 from training.logging import human_bytes, human_count, human_time, progress_line
@@ -143,8 +144,12 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
         RunFailed: a step was not finite and `optim.on_nonfinite` is stop.
     """
     if not results:
+        _router_changes(job, {})
         return {"step": job.progress.step}
-    metrics, skipped = read_window(results, job.world, job.optimizer.guard.skipped)
+    metrics, skipped, losses = read_window(
+        results, job.world, job.optimizer.guard.skipped, job.probe.churn()
+    )
+    _router_changes(job, losses)
     seconds, expected = pace.lap(len(results))
     speed = sum(result.tokens for result in results) / seconds
     lr, router_lr = job.optimizer.lrs(results[-1].lr)
@@ -184,10 +189,12 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
     return metrics
 
 
-def router_change(job: Job, change: str) -> None:
-    """Something about routing is another from this step on."""
-    step = job.progress.step
-    job.log.event("router_change", f"step {step}: {change}", step=step)
+def _router_changes(job: Job, losses: dict[int, float]) -> None:
+    """What routing did differently from some step of the window on, with the loss at that step."""
+    for step, change in job.router_changes:
+        loss = losses.get(step)
+        job.log.event("router_change", f"step {step}: {change}", step=step, loss=loss)
+    job.router_changes.clear()
 
 
 def empty_step(job: Job) -> None:
@@ -249,6 +256,26 @@ def plots(job: Job) -> None:
         job.log.warn(f"no plots: {type(error).__name__}: {error}")
 
 
+def check_export(job: Job) -> None:
+    """Whether the trained model computes what its exported folder will.
+
+    Raises:
+        RunFailed: it does not, and nothing in the config says so.
+    """
+    lacks = acting(job.config, job.progress.step, job.steps)
+    if lacks:
+        text = f"this run is not to be exported: {job.model.config.family} has no "
+        job.log.event("export_check", text + ", no ".join(lacks), exact=False, lacks=lacks)
+        return
+    if job.probe.export_differs(job.model.config.has_selection_bias):
+        job.log.event("export_check", exact=False, lacks=[])
+        raise RunFailed(
+            f"the trained model routes otherwise than its {job.model.config.family} export would; "
+            "the last checkpoint holds it, and this is a fault of the program"
+        )
+    job.log.event("export_check", exact=True, lacks=[])
+
+
 def end(job: Job, stopped: bool) -> None:
     """Why the run ended, and where everything lies."""
     folder, step = job.run.folder, job.progress.step
@@ -263,7 +290,7 @@ def end(job: Job, stopped: bool) -> None:
     job.log.say(f"  metrics     {folder / 'metrics.jsonl'}, events.jsonl, config.yaml")
     if job.config.log.plots:
         job.log.say(f"  plots       {folder / 'plots'}")
-    if not stopped:
+    if not stopped and not acting(job.config, step, job.steps):
         latest = folder / "checkpoints" / "latest"
         job.log.say(f"  next        python scripts/export_hf.py {latest} OUT_FOLDER")
 

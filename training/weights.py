@@ -116,15 +116,34 @@ def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> Non
     engine.loaded()
 
 
+def refuse_inexact(folder: Path) -> None:
+    """Refuse a checkpoint whose model is not the one that its config.json describes.
+
+    Raises:
+        ValueError: what its router does beyond that.
+    """
+    lacks = read_state(folder).get("inexact", [])
+    if lacks:
+        raise ValueError(
+            f"{folder} was trained with {' and '.join(lacks)}, which its config.json cannot "
+            "express, so another model would come out. Use a checkpoint from the run's last "
+            "router.end_steps steps"
+        )
+
+
 def load_model(path: str | Path, **build: Any) -> Decoder:
     """The model of a checkpoint, run folder or Hugging Face folder.
 
     Args:
         build: arguments of `build_model`: dtype, device, kernels ...
+
+    Raises:
+        ValueError: a checkpoint of a model that its config.json cannot express.
     """
     if is_hf_folder(path):
         return load_hf(path, **build)
     folder = resolve(path)
+    refuse_inexact(folder)
     model = build_model(ModelConfig.from_hf(folder / "model"), seed=None, **build)
     load_initial_weights(model, folder)
     return model

@@ -169,7 +169,7 @@ def one_bad_rank(world: World) -> None:
     before = {n: t for n, t in untouched.tensors().items() if n != "guard/skipped"}
     after = {n: t for n, t in optimizer.tensors().items() if n != "guard/skipped"}
     assert tiny.difference(after, before, 0.0) == ""
-    metrics, skipped = read_window([result], world, optimizer.guard.skipped)
+    metrics, skipped, _ = read_window([result], world, optimizer.guard.skipped)
     assert metrics["skipped_steps"] == 1
     (bad,) = skipped
     assert (bad.step, bad.reason) == (7, "not finite")

@@ -67,7 +67,7 @@ def plan_of(config: Config, monkeypatch) -> dict:
         return real_saver(*arguments, **keywords)
 
     def loader(*arguments, **keywords):
-        told.setdefault("workers", keywords.get("num_workers", 0))
+        told["workers"] = max(told.get("workers", 0), keywords.get("num_workers", 0))
         keywords["num_workers"] = 0  # none are started
         for key in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
             keywords.pop(key, None)
@@ -158,6 +158,9 @@ TURNED = {
     "router.bias_rate": "router.bias_rate=0.5",
     "router.bias_ema": "router.bias_ema=0.5",
     "router.bias_freeze_at": "router.bias_freeze_at=5",
+    "router.ema": "router.ema=0.9 router.exportable=false",
+    "router.end_steps": "router.end_steps=2 router.exportable=true",
+    "router.exportable": "router.exportable=false router.ema=0.9",
     "router.z_coef": "router.z_coef=0.5",
     "router.rounding": "router.rounding=nearest",
     "router.rounding_tile": "router.rounding_tile=2",
@@ -231,6 +234,8 @@ BEFORE = {
     "router.bias_rate": f"router.bias_update=sign {GLM}",
     "router.bias_ema": GLM,
     "router.bias_freeze_at": GLM,
+    "router.end_steps": "router.ema=0.9 router.exportable=false",
+    "router.exportable": "router.ema=0.9 router.end_steps=2",
     "data.tokenizer_vocab_size": "data.tokenizer=null data.tokenizer_vocab_size=262",
     "eval.sample_tokens": "eval.sample_prompt=whale",
     "log.wandb_project": "log.wandb=offline",

@@ -1,0 +1,133 @@
+"""What cannot be exported is refused by name, or ends in time; the end of a run is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+import train
+from scripts import export_hf as script
+from training import assemble
+from training.config import ConfigError, load_config
+from training.exactness import acting
+from training.weights import load_model
+
+GLM = ["model.family=glm4_moe", "model.first_k_dense_replace=0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("router.bias_update=sign", "'sign' cannot be exported: qwen3_moe has no selection bias"),
+        ("router.ema=0.9", "router.ema=0.9 cannot be exported: qwen3_moe has no selection by"),
+        ("router.end_steps=2", "router.end_steps=2 has no effect: all that this router does"),
+        ("router.exportable=false", "router.exportable=False has no effect"),
+        ("router.ema=0.9 router.end_steps=4", "must be less than half of the run's 8 steps"),
+        ("router.ema=0.9 router.end_steps=2 router.exportable=false", "leave one of them out"),
+    ],
+)
+def test_refusals(tiny_config, words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(tiny_config, words.split())
+
+
+def test_what_a_family_has_needs_no_end(tiny_config):
+    config = load_config(tiny_config, [*GLM, "router.bias_update=sign"])
+    assert acting(config, 8, 8) == []
+    with pytest.raises(ConfigError, match=r"router\.ema=0\.5 cannot be exported: glm4_moe has no"):
+        load_config(tiny_config, [*GLM, "router.ema=0.5"])
+
+
+def events(folder, kind):
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == kind]
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_ends_as_what_is_exported(tiny_config, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    knobs = ["router.ema=0.5", "router.bias_update=quantile", "router.end_steps=2"]
+    words = [*knobs, "run.name=ends", "train.steps=8", "checkpoint.every_steps=4"]
+    assert train.main([str(tiny_config), *words]) == 0
+    folder = tmp_path / "runs" / "ends"
+    changes = events(folder, "router_change")
+    assert [line["step"] for line in changes] == [5, 7, 7]
+    losses = {line["step"]: line["loss"] for line in metrics(folder)}
+    assert all(line["loss"] == losses[line["step"]] for line in changes)
+    assert events(folder, "export_check")[-1]["exact"] is True
+    early, last = folder / "checkpoints" / "step_00000004", folder / "checkpoints" / "latest"
+    with pytest.raises(ValueError, match=r"selection bias .* and selection by averaged router"):
+        load_model(early)
+    assert script.main([str(last), str(tmp_path / "out"), "--check"]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        script.main([str(early), str(tmp_path / "other")])
+    assert ended.value.code == 2
+    assert "router.end_steps" in capsys.readouterr().err
+
+
+def test_a_model_that_routes_otherwise_than_its_export_is_found(tiny_config, monkeypatch, tmp_path):
+    """Without the switch at the end, the check must fail."""
+    monkeypatch.chdir(tmp_path)
+    real = assemble.router_control
+
+    def forgetful(config, steps):
+        return dataclasses.replace(real(config, steps), bias_anneal=None)
+
+    monkeypatch.setattr(assemble, "router_control", forgetful)
+    words = ["router.bias_update=sign", "router.bias_rate=0.5", "router.end_steps=1"]
+    assert train.main([str(tiny_config), *words, "run.name=forgets", "train.steps=5"]) == 1
+    assert events(tmp_path / "runs" / "forgets", "export_check")[-1]["exact"] is False
+
+
+def test_runs_that_are_not_to_be_exported_say_so(tiny_config, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["router.ema=0.5", "router.exportable=false", "run.name=never", "train.steps=4"]
+    assert train.main([str(tiny_config), *words]) == 0
+    folder = tmp_path / "runs" / "never"
+    assert events(folder, "export_check")[-1]["exact"] is False
+    with pytest.raises(ValueError, match=r"router\.ema"):
+        load_model(folder)
+    churn = [line["routing_churn"] for line in metrics(folder)]
+    assert all(0 <= value <= 1 for value in churn)
+    assert max(churn) > 0
+
+
+def test_resume_lands_on_the_same_state_bit_for_bit(tiny_config, monkeypatch, tmp_path):
+    """Bias, averaged weights, last load and the probe's churn go on as if never stopped."""
+    monkeypatch.chdir(tmp_path)
+    knobs = ["router.ema=0.5", "router.bias_update=rms", "router.balance_scope=lagged"]
+    knobs += ["router.balance_coef=0.05", "router.end_steps=3", "checkpoint.every_steps=3"]
+    words = [str(tiny_config), *knobs, "train.steps=9", "checkpoint.async_save=false"]
+    assert train.main([*words, "run.name=whole"]) == 0
+    real = train.train_step
+
+    def stop_after_three(*arguments, **keywords):
+        if keywords["step"] == 5:
+            raise RuntimeError("a fault")
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(train, "train_step", stop_after_three)
+    assert train.main([*words, "run.name=parts"]) == 1
+    monkeypatch.setattr(train, "train_step", real)
+    assert train.main([*words, "run.name=parts"]) == 0
+
+    def lines(name):
+        table = {}
+        for line in metrics(tmp_path / "runs" / name):
+            table[line["step"]] = {
+                key: value for key, value in line.items()
+                if key not in ("attempt", "time", "tokens_per_second", "time_left_s", "mfu",
+                               "max_memory_gib")
+            }  # fmt: skip
+        return table
+
+    whole, parts = lines("whole"), lines("parts")
+    assert whole.keys() == parts.keys()
+    for step in whole:
+        assert whole[step] == parts[step], step

@@ -1,0 +1,132 @@
+"""Whether what trains is what an exported folder computes.
+
+Every knob that changes which function the trained model is stands in `KNOBS`, with the families
+that can express it. One that the model's family cannot is refused before the run starts, unless the
+config says that it ends (`router.end_steps`: nothing of the kind acts in the last so many steps)
+or that the run is not meant to be exported (`router.exportable: false`). What is not listed here
+changes training alone: losses, learning rates, token rounding, jitter, expert dropout.
+
+The end of a run compares the model with what its folder will compute (`training/probe.py`), and a
+checkpoint records which knobs still act in it, so that no earlier one is exported by mistake.
+Nothing here needs PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from models.config import ModelConfig
+    from training.config import Config
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting that makes the model another function."""
+
+    place: str
+    """section.key"""
+    what: str
+    """What an exported folder would lack."""
+    used: Callable[[Config], bool]
+    expressed: Callable[[ModelConfig], bool]
+    """Whether a config.json of the model's family can say it."""
+    end: str | None
+    """How `router.end_steps` ends it; None: it cannot end."""
+
+
+def _never(model: ModelConfig) -> bool:
+    return False
+
+
+KNOBS = (
+    Knob(
+        "router.bias_update",
+        "selection bias",
+        lambda c: c.router.bias_update != "none",
+        lambda model: model.has_selection_bias,
+        "annealed to zero",
+    ),
+    Knob(
+        "router.ema",
+        "selection by averaged router weights",
+        lambda c: c.router.ema is not None,
+        _never,
+        "switched off",
+    ),
+)
+
+
+def inexact(config: Config) -> list[Knob]:
+    """The knobs in use that the model's family cannot express."""
+    model = config.model.config
+    return [knob for knob in KNOBS if knob.used(config) and not knob.expressed(model)]
+
+
+def check_exactness(config: Config) -> None:
+    """Refuse a run whose export would be another model, and settings that end nothing.
+
+    Raises:
+        ValueError: naming the setting, the family, and what is allowed.
+    """
+    router, family = config.router, config.model.config.family
+    found = inexact(config)
+    if not found:
+        for key, idle in (("end_steps", None), ("exportable", True)):
+            value = getattr(router, key)
+            if value != idle:
+                raise ValueError(
+                    f"router.{key}={value!r} has no effect: all that this router does can be "
+                    f"exported as {family}; leave it out"
+                )
+        return
+    if not router.exportable:
+        if router.end_steps is not None:
+            raise ValueError(
+                f"router.end_steps={router.end_steps} has no effect with router.exportable=false; "
+                "leave one of them out"
+            )
+        return
+    for knob in found:
+        value = getattr(router, knob.place.partition(".")[2])
+        if knob.end is None:
+            raise ValueError(
+                f"{knob.place}={value!r} cannot be exported: {family} has no {knob.what}; allowed "
+                "only with router.exportable=false, for a run that is not to be exported"
+            )
+        if router.end_steps is None:
+            raise ValueError(
+                f"{knob.place}={value!r} cannot be exported: {family} has no {knob.what}. Give "
+                f"router.end_steps: the last so many steps train without it ({knob.end} before), "
+                "or router.exportable=false for a run that is not to be exported"
+            )
+    if config.train.steps is not None:
+        check_ends(config, config.train.steps)
+
+
+def check_ends(config: Config, steps: int) -> None:
+    """ValueError if a run of so many steps is too short for its `router.end_steps`."""
+    last = config.router.end_steps
+    if last is not None and 2 * last >= steps:
+        raise ValueError(
+            f"router.end_steps={last} must be less than half of the run's {steps} steps: as many "
+            "steps before them are there for annealing"
+        )
+
+
+def last_acting_step(config: Config, place: str, steps: int) -> int | None:
+    """Last step in which the knob acts as it likes; None: it acts to the end."""
+    if any(knob.place == place for knob in inexact(config)) and config.router.end_steps:
+        return steps - config.router.end_steps
+    return None
+
+
+def acting(config: Config, step: int, steps: int) -> list[str]:
+    """What an exported folder would lack of a model after `step` of `steps` steps."""
+    return [
+        f"{knob.what} ({knob.place})"
+        for knob in inexact(config)
+        if (last := last_acting_step(config, knob.place, steps)) is None or step <= last
+    ]

@@ -1,0 +1,106 @@
+"""A few fixed rows that the model is asked about while it trains: how its routing changes.
+
+The rows are the first of the validation text (one on each process), or without any the first
+micro-batch of this attempt, so that every log step sends the same tokens through the model, in
+evaluation mode. Nothing is read back here; the numbers come over with those of the log step.
+
+Shape letters: T tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe.control import exported, routers_of
+from moe.trace import RoutingTrace
+from parallel import World, sum_
+from training.evaluate import evaluation
+
+if TYPE_CHECKING:
+    from models.transformer import Decoder
+    from training.data import Batch, TrainData
+
+
+def changed_pairs(before_TK: Tensor, now_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs (token, expert) of `now` that `before` has not, and all pairs; -1 is no pair.
+
+    With the same tokens, changed / all is the share of choices that changed: 0 for the same sets,
+    whatever their order, 1 - K/E for independent random ones.
+    """
+    some_TK = now_TK >= 0
+    kept_TK = (now_TK[:, :, None] == before_TK[:, None, :]).any(dim=2)
+    return (some_TK & ~kept_TK).sum(), some_TK.sum()
+
+
+class Probe:
+    """The rows, and the experts they went to when asked last."""
+
+    def __init__(self, model: Decoder, batch: Batch | None, world: World) -> None:
+        """
+        Args:
+            batch: on the model's device; None: the first that is `offered`.
+        """
+        self.model, self.world = model, world
+        self.batch = batch
+        self.before: list[Tensor] | None = None
+        self.any_experts = bool(routers_of(model))
+        if batch is not None and self.any_experts:
+            self.before, _ = self._ask()  # of the start, or of the checkpoint that was loaded
+
+    def offer(self, batch: Batch, device: torch.device) -> None:
+        """A batch to take if there is none yet."""
+        if self.batch is None and self.any_experts:
+            self.batch = batch.to(device)
+            self.before, _ = self._ask()
+
+    @torch.no_grad()
+    def churn(self) -> dict[str, Tensor]:
+        """Share of the probe's expert choices that changed since the last call, over all processes,
+        as a scalar on the device; empty without experts."""
+        if self.before is None:
+            return {}
+        now, _ = self._ask()
+        pairs = [torch.stack(changed_pairs(*layer)) for layer in zip(self.before, now)]
+        self.before = now
+        changed, total = sum_(self.world, torch.stack(pairs).double().sum(dim=0))
+        return {"routing_churn": changed / total.clamp(min=1)}
+
+    @torch.no_grad()
+    def export_differs(self, selection_bias: bool) -> bool:
+        """Whether a folder that holds the weights (and the selection bias, if the family has one)
+        computes anything else for these rows. Waits for the device."""
+        if self.batch is None or not self.any_experts:
+            return False
+        ours, logits = self._ask()
+        with exported(self.model, selection_bias):
+            theirs, other_logits = self._ask()
+        # written so that a NaN differs
+        same = [(a == b).all() for a, b in zip([*ours, logits], [*theirs, other_logits])]
+        return bool(sum_(self.world, (~torch.stack(same)).sum().double()))
+
+    def _ask(self) -> tuple[list[Tensor], Tensor]:
+        """Experts [T, K] of each layer, and the logits of each row's last token."""
+        batch, trace = self.batch, RoutingTrace(self.model)
+        # blocks that are compiled would be compiled again for the recording
+        with evaluation(self.model), torch.compiler.set_stance("force_eager"), trace.record():
+            out = self.model(
+                batch.tokens_BL,
+                positions_BL=batch.positions_BL,
+                documents=batch.documents,
+                valid_BL=batch.valid_BL,
+                logits="last",
+            )
+        choices = [entries[0].choice for entries in trace.entries.values()]
+        return [c.ids_S().view(c.num_tokens, -1) for c in choices], out.logits
+
+
+def make_probe(model: Decoder, data: TrainData, world: World, device: torch.device) -> Probe:
+    """A probe of the first validation row of each process."""
+    sources = data.validation(
+        micro_batch_size=1, rank=world.rank, world=world.size, batches=world.size
+    )
+    batch = next((batch for rows in sources.values() for batch in rows), None)
+    return Probe(model, None if batch is None else batch.to(device), world)
