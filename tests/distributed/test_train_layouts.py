@@ -1,4 +1,4 @@
-"""train.py in layouts: what one saves any other goes on from, also with the other engine or alone."""
+"""train.py in layouts: what one saves, any other goes on from, with the other engine or alone."""
 
 from __future__ import annotations
 
