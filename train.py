@@ -32,7 +32,7 @@ from training.checkpoint import CheckpointError, Saver
 from training.config import Config, ConfigError, Plan, load_config, make_plan, write_resolved
 from training.data import build_data, load_tokenizer
 from training.device import seed_all, setup_determinism
-from training.evaluate import sample_text, validate
+from training.evaluate import as_trained, on_schedule, sample_text, validate
 from training.exactness import acting, check_ends
 from training.faults import RunFailed, StopRequest
 from training.job import Job
@@ -165,13 +165,20 @@ def train(job: Job, stop: StopRequest) -> int:
 def evaluate(job: Job) -> dict[str, float]:
     """Validation metrics, and a sample of text on the screen and in events.jsonl."""
     evaluation = job.config.eval
-    sources = job.data.validation(
-        micro_batch_size=job.plan.micro_batch_size,
-        rank=job.world.rank,
-        world=job.world.size,
-        batches=evaluation.batches,
-    )
-    metrics = validate(job.model, sources, world=job.world, device=job.device)
+
+    def measure() -> dict[str, float]:
+        sources = job.data.validation(
+            micro_batch_size=job.plan.micro_batch_size,
+            rank=job.world.rank,
+            world=job.world.size,
+            batches=evaluation.batches,
+        )
+        return validate(job.model, sources, world=job.world, device=job.device)
+
+    metrics = measure()
+    if on_schedule(job.model):  # what is exported has the K of the schedule's end
+        with as_trained(job.model):
+            metrics |= {f"{name}_current_k": value for name, value in measure().items()}
     text = None
     if evaluation.sample_prompt is not None:
         text = sample_text(

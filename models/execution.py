@@ -46,12 +46,20 @@ def apply_checkpointing(model: Decoder, mode: Checkpointing) -> None:
         block.recompute_attention = mode == "selective"
 
 
-def compile_blocks(model: Decoder, **options: Any) -> None:
+def compile_blocks(model: Decoder, *, changes: int = 0, **options: Any) -> None:
     """Compile every block in place with `torch.compile(**options)`; all blocks share their code.
 
     The number of documents in a batch is marked as dynamic, so packing does not recompile.
+
+    Args:
+        changes: how often the computation will be another (experts per token by a schedule), each
+            for one more compilation. PyTorch stops compiling after eight and would go on slowly.
     """
     model.compiled = True
+    # evaluation is a computation of its own
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, 8 + 2 * changes
+    )
     for block in model.layers:
         block.compile(**options)
 

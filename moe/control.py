@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from moe.metrics import RouterStats
 from moe.router import Router
+from moe.top_k import TopKSchedule
 
 BIAS_UPDATES = ("none", "sign", "proportional", "rms", "quantile")
 # Added to the root mean square of the violations: a perfectly balanced load moves nothing.
@@ -68,6 +69,8 @@ class RouterControl:
     gives the gates."""
     ema_until: int | None = None
     """Last step in which the average selects; None: always, in evaluation too."""
+    top_k: TopKSchedule | None = None
+    """Experts per token while training goes on; None: always `num_experts_per_tok`."""
 
     def __post_init__(self) -> None:
         if self.bias_update not in BIAS_UPDATES:
@@ -123,6 +126,8 @@ def begin_step(model: nn.Module, step: int) -> list[str]:
         if router.select_by_ema and not by_ema:
             said["the router's own weight selects from now on, no longer its average"] = None
         router.select_by_ema = by_ema
+        if control.top_k is not None and (change := _set_top_k(router, control.top_k, step)):
+            said[change] = None
     return list(said)
 
 
@@ -145,6 +150,17 @@ def exported(model: nn.Module, selection_bias: bool) -> Iterator[None]:
     finally:
         for router, (by_ema, k, bias) in zip(routers, before):
             router.select_by_ema, router.k, router.selection_bias = by_ema, k, bias
+
+
+def _set_top_k(router: Router, schedule: TopKSchedule, step: int) -> str | None:
+    """K of a step, and how far its last expert has faded; what to say if K is another."""
+    before, router.k = router.k, schedule.k(step)
+    router.fading = schedule.soft and step < schedule.last_change
+    if router.kappa is not None:
+        router.kappa.fill_(schedule.kappa(step))  # on the device: a new value compiles nothing
+    if router.k != before:
+        return f"each token uses {router.k} experts from now on, no longer {before}"
+    return None
 
 
 def needs_update(model: nn.Module) -> bool:

@@ -282,7 +282,7 @@ class MoE(nn.Module):
             if self.training and self.config.control.bias_update == "quantile":
                 keys = selection_keys(select_TE, self.config, self.router.selection_bias, valid_T)
                 targets = self.config.control.bias_targets
-                quantile_E = tokens * quantiles(*keys, self.router.k, targets)
+                quantile_E = tokens * quantiles(*keys, self.router.active_k, targets)
         return RouterStats(
             counts_E=gating.counts_E,
             prob_sum_E=gating.prob_sum_E,

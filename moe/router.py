@@ -29,6 +29,7 @@ from moe.kernels.topk_gating import (
     topk_gating,
     topk_routing,
 )
+from moe.top_k import soften
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,7 +134,10 @@ class Router(nn.Module):
         selection_bias: buffer [E] or None; added to the scores for the selection alone.
         load_E: buffer [E] or None; tokens per expert in the last step (`control.keep_load`).
         weight_ema: buffer [E, D] or None; average of the weight (`control.ema`).
-        k: experts per token now.
+        kappa: buffer [] or None; the real number of experts per token (`control.top_k.soft`).
+        k: experts per token now, while training.
+        fading: whether the last of them fades out now, by `kappa`.
+        scheduled_evaluation: whether evaluation too takes `k` experts, and not those of the end.
         select_by_ema: whether `weight_ema` selects the experts now.
     """
 
@@ -151,8 +155,12 @@ class Router(nn.Module):
         self.add_state("selection_bias", (experts,) if config.selection_bias else None, device)
         self.add_state("load_E", (experts,) if control.keep_load else None, device)
         self.add_state("weight_ema", None if control.ema is None else weight_ED.shape, device)
+        soft = control.top_k is not None and control.top_k.soft
+        self.add_state("kappa", () if soft else None, device, config.num_experts_per_tok)
         # What follows from the number of the step; set by `moe.control.begin_step`.
         self.k = config.num_experts_per_tok
+        self.fading = False
+        self.scheduled_evaluation = False
         self.select_by_ema = control.ema is not None
         self.reset_parameters()
 
@@ -189,6 +197,22 @@ class Router(nn.Module):
         if self.weight_ema is not None:
             self.weight_ema.copy_(self.weight)
 
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether a forward now is one of training, or of evaluation as if it were."""
+        return self.training or self.scheduled_evaluation
+
+    @property
+    def active_k(self) -> int:
+        """Experts per token of a forward now: evaluation takes those of the schedule's end."""
+        return self.k if self.follows_schedule else self.config.num_experts_per_tok
+
+    def fade(self, gate_TK: Tensor) -> Tensor:
+        """Gates as the schedule wants them now; they come in the order of the choice."""
+        if not (self.fading and self.follows_schedule):
+            return gate_TK
+        return soften(gate_TK, self.kappa, self.config.norm in RENORMALISED)
+
     def logits(self, x_TD: Tensor) -> Tensor:
         """float32 [T, E] (float64 for a float64 router) from x_TD of any float dtype."""
         if self.weight.dtype not in (torch.float32, torch.float64):
@@ -217,12 +241,13 @@ class Router(nn.Module):
             select_TE: logits that choose the experts in place of `logits_TE`, which then gives
                 gates, probabilities and logsumexp alone.
         """
-        gating = topk_gating(logits_TE, self.k, valid_T=valid_T, **self._form())
-        if select_TE is None:
-            return gating
-        with torch.no_grad():
-            chosen = topk_gating(select_TE, self.k, valid_T=valid_T, **self._form())
-        return self._regated(logits_TE, gating, chosen)
+        k = self.active_k
+        gating = topk_gating(logits_TE, k, valid_T=valid_T, **self._form())
+        if select_TE is not None:
+            with torch.no_grad():
+                chosen = topk_gating(select_TE, k, valid_T=valid_T, **self._form())
+            gating = self._regated(logits_TE, gating, chosen)
+        return gating._replace(gate_TK=self.fade(gating.gate_TK))
 
     def choose_and_sort(
         self,
@@ -231,12 +256,15 @@ class Router(nn.Module):
         select_TE: Tensor | None = None,
     ) -> tuple[Gating, RoutingMetadata]:
         """`choose`, and the choice sorted by expert, in fewer launches than one after the other."""
+        k = self.active_k
         if select_TE is None:
-            return topk_routing(logits_TE, self.k, valid_T=valid_T, **self._form())
-        gating = topk_gating(logits_TE, self.k, valid_T=valid_T, **self._form())
-        with torch.no_grad():
-            chosen, meta = topk_routing(select_TE, self.k, valid_T=valid_T, **self._form())
-        return self._regated(logits_TE, gating, chosen), meta
+            gating, meta = topk_routing(logits_TE, k, valid_T=valid_T, **self._form())
+        else:
+            gating = topk_gating(logits_TE, k, valid_T=valid_T, **self._form())
+            with torch.no_grad():
+                chosen, meta = topk_routing(select_TE, k, valid_T=valid_T, **self._form())
+            gating = self._regated(logits_TE, gating, chosen)
+        return gating._replace(gate_TK=self.fade(gating.gate_TK)), meta
 
     def _regated(self, logits_TE: Tensor, gating: Gating, chosen: Gating) -> Gating:
         """`gating` with the experts of `chosen`, whose gates come from `logits_TE`."""
@@ -326,6 +354,8 @@ def check_router(config: MoEConfig) -> None:
     if not (math.isfinite(config.route_scale) and config.route_scale > 0):
         raise ValueError(f"route_scale={config.route_scale} must be a finite number above 0")
     _check_bias_update(config)
+    if config.control.top_k is not None:
+        _check_top_k(config)
     groups, kept = config.groups, config.groups_kept
     if groups < 1 or experts % groups:
         raise ValueError(f"groups={groups} must be at least 1 and divide num_experts={experts}")
@@ -340,6 +370,27 @@ def check_router(config: MoEConfig) -> None:
     if kept < groups and not 1 <= config.group_top <= size:
         raise ValueError(
             f"group_top={config.group_top} must be between 1 and the {size} experts of a group"
+        )
+
+
+def _check_top_k(config: MoEConfig) -> None:
+    schedule, rounding = config.control.top_k, config.rounding
+    choice = config.num_experts // config.groups * config.groups_kept
+    most = choice - (config.control.bias_update == "quantile")  # it looks at the next one too
+    if schedule.start > most:
+        raise ValueError(
+            f"top_k_start={schedule.start} is more than the {most} experts that a token may take "
+            f"of num_experts={config.num_experts}"
+        )
+    if schedule.end != config.num_experts_per_tok:
+        raise ValueError(
+            f"the schedule of K ends at {schedule.end}, num_experts_per_tok is "
+            f"{config.num_experts_per_tok}: evaluation takes that many"
+        )
+    if schedule.soft and rounding is not None and rounding.renorm != "tc":
+        raise ValueError(
+            f"rounding_renorm={rounding.renorm!r} makes gates anew, without those that soft_k=true "
+            "fades; allowed with it: tc"
         )
 
 

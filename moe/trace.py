@@ -235,7 +235,8 @@ def _rerouted(
     c = layer.config
     tokens, device = logits_TE.shape[0], logits_TE.device
     choice, realised = entry.choice, entry.realised
-    found = (tokens, c.num_experts, c.num_experts_per_tok)
+    k = layer.router.active_k
+    found = (tokens, c.num_experts, k)
     recorded = (choice.num_tokens, choice.num_experts, choice.slots_per_token)
     if found != recorded:
         raise ValueError(
@@ -247,11 +248,11 @@ def _rerouted(
             f"{name}: recorded with token rounding, but rounding=None now does not say how live "
             "gates are normalised; use gates='frozen'"
         )
-    expert_TK = choice.ids_S().to(device).view(tokens, c.num_experts_per_tok)
+    expert_TK = choice.ids_S().to(device).view(tokens, k)
     gate_S = None
     if gates == "live":
         gate_TK = gates_at(logits_TE, expert_TK, c.score, c.norm, c.route_scale)
-        gate_S = gate_TK.reshape(-1)
+        gate_S = layer.router.fade(gate_TK).reshape(-1)
     routing = choice.expand(gate_S, device, c.kernels)
     gating = gating._replace(
         expert_TK=expert_TK, gate_TK=routing.gates_S.view_as(expert_TK), counts_E=routing.counts_E

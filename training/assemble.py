@@ -19,7 +19,7 @@ from models.build import (
     start_routers,
 )
 from models.execution import apply_checkpointing, compile_blocks
-from moe.control import RouterControl
+from moe.control import RouterControl, routers_of
 from moe.rounding import RoundingConfig
 from parallel import World
 from parallel.engine import AdamSettings, check_replicas, make_engine
@@ -29,6 +29,7 @@ from training.config_load import ConfigError
 from training.device import restore_rng, rng_bytes, seed_all
 from training.exactness import last_acting_step
 from training.optim import TERMS, Group, MasterAdamW, StepGuard, parameter_groups
+from training.schedule import top_k_schedule
 from training.weights import load_initial_shards, load_initial_weights
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def router_control(config: Config, steps: int) -> RouterControl:
         keep_load=router.balance_coef > 0 and router.balance_scope == "lagged",
         ema=router.ema,
         ema_until=last_acting_step(config, "router.ema", steps),
+        top_k=top_k_schedule(config, steps),
     )
 
 
@@ -157,7 +159,8 @@ def make_trainee(
     if several:
         check_replicas(trainee.optimizer, trainee.optimizer.mesh)
     if plan.compile:  # after the optimizer or the engine has placed the parameters
-        compile_blocks(model)
+        schedules = {router.config.control.top_k for router in routers_of(model)} - {None}
+        compile_blocks(model, changes=sum(len(one.changes()) + one.soft for one in schedules))
     return trainee
 
 

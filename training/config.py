@@ -226,6 +226,18 @@ class RouterConfig(Section):
     """Never take a token's best expert from it."""
     rounding_renorm: Literal["tc", "tr", "none"] = "tc"
     """Denominator of gates: the top-K set (tc), the set after rounding (tr), or none."""
+    top_k_schedule: Literal["none", "steps", "linear", "cosine", "geometric"] = "none"
+    """Start with more experts per token and come down to `model.num_experts_per_tok`, which
+    evaluation and export always take; the curves are in moe/top_k.py."""
+    top_k_start: Positive | None = None
+    """Experts per token in the first step."""
+    top_k_ramp: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Part of the run in which their number falls (all schedules but steps)."""
+    top_k_levels: list[Annotated[list[Positive], Field(min_length=2, max_length=2)]] = []
+    """[step, experts per token] of each change, for the schedule steps."""
+    soft_k: bool = False
+    """Let the last of a token's experts fade out instead of dropping it from one step to the
+    next."""
 
 
 class OptimConfig(Section):

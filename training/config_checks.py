@@ -63,6 +63,21 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("router.bias_ema",),
     ),
     (
+        "while router.top_k_schedule=none",
+        lambda c: c.router.top_k_schedule == "none",
+        ("router.top_k_start", "router.top_k_ramp", "router.top_k_levels", "router.soft_k"),
+    ),
+    (
+        "with router.top_k_schedule=steps, which has router.top_k_levels",
+        lambda c: c.router.top_k_schedule == "steps",
+        ("router.top_k_ramp",),
+    ),
+    (
+        "without router.top_k_schedule=steps",
+        lambda c: c.router.top_k_schedule != "steps",
+        ("router.top_k_levels",),
+    ),
+    (
         "with optim.schedule=constant",
         lambda c: c.optim.schedule == "constant",
         ("optim.decay_fraction", "optim.min_lr_ratio"),
@@ -131,6 +146,12 @@ def check_combinations(config: Config) -> None:
     check_exactness(config)
     if config.router.rounding != "none":
         _check_rounding(config)
+    if config.router.top_k_schedule != "none" and config.router.top_k_start is None:
+        raise ValueError(
+            f"router.top_k_schedule={config.router.top_k_schedule!r} needs router.top_k_start, the "
+            f"experts per token in the first step; it ends with model.num_experts_per_tok="
+            f"{model.num_experts_per_tok}"
+        )
     if data.seq_len > model.max_position_embeddings:
         raise ValueError(
             f"data.seq_len={data.seq_len} must not exceed "

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from models.generate import Sampling, generate
+from moe.control import routers_of
 from parallel import World, broadcast_, sum_
 from training.device import untouched_rng
 from training.loop import perplexity
@@ -34,6 +35,27 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def on_schedule(model: nn.Module) -> bool:
+    """Whether training now uses other experts per token than evaluation does."""
+    return any(
+        router.fading or router.k != router.config.num_experts_per_tok
+        for router in routers_of(model)
+    )
+
+
+@contextmanager
+def as_trained(model: nn.Module) -> Iterator[None]:
+    """Evaluation with the experts per token that training uses now."""
+    routers = routers_of(model)
+    try:
+        for router in routers:
+            router.scheduled_evaluation = True
+        yield
+    finally:
+        for router in routers:
+            router.scheduled_evaluation = False
 
 
 def validate(

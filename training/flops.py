@@ -15,11 +15,21 @@ documents it meets fewer; they are counted as one full row, so MFU is then sligh
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from models.config import ModelConfig
+from training.schedule import top_k_schedule
+
+if TYPE_CHECKING:
+    from training.config import Config
 
 
-def matmul_weights(config: ModelConfig) -> tuple[int, int]:
-    """Weights in matrix products: those that one token meets, and all of them."""
+def matmul_weights(config: ModelConfig, top_k: int | None = None) -> tuple[int, int]:
+    """Weights in matrix products: those that one token meets, and all of them.
+
+    Args:
+        top_k: experts per token; default: the config's.
+    """
     d, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     attention = d * config.head_dim * (2 * heads + 2 * kv)
     active = total = d * config.vocab_size
@@ -33,13 +43,27 @@ def matmul_weights(config: ModelConfig) -> tuple[int, int]:
             continue
         expert = 3 * d * moe.expert_size
         always = d * moe.num_experts + 3 * d * moe.shared_expert_size
-        active += always + moe.num_experts_per_tok * expert
+        active += always + (top_k or moe.num_experts_per_tok) * expert
         total += always + moe.num_experts * expert
     return active, total
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """FLOPs of forward and backward pass for one token of a row of `seq_len`."""
-    active, _ = matmul_weights(config)
+def flops_per_token(config: ModelConfig, seq_len: int, top_k: int | None = None) -> float:
+    """FLOPs of forward and backward pass for one token of a row of `seq_len`; `top_k` as above."""
+    active, _ = matmul_weights(config, top_k)
     width = config.num_attention_heads * config.head_dim
     return 6.0 * active + 6.0 * config.num_hidden_layers * width * (seq_len + 1)
+
+
+def run_flops(config: Config, steps: int) -> float:
+    """Model FLOPs of `steps` full steps of a run, each with the experts per token that it has."""
+    schedule = top_k_schedule(config, steps)
+    tokens = config.train.global_batch_size * config.data.seq_len
+    per_token: dict[int | None, float] = {}
+    total = 0.0
+    for step in range(1, steps + 1):
+        k = schedule.k(step) if schedule is not None else None
+        if k not in per_token:
+            per_token[k] = flops_per_token(config.model.config, config.data.seq_len, k)
+        total += tokens * per_token[k]
+    return total

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step.
+"""Schedules of the learning rate and of the experts per token: pure functions of the step.
 
 Nothing here holds state, so nothing has to be saved, and a resumed run cannot be one step ahead or
 behind. Steps count from 0. A step that is skipped (NaN, a spike) still advances the schedule: the
@@ -14,8 +14,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from moe.top_k import TopKSchedule
+from training.config_load import ConfigError
+
 if TYPE_CHECKING:
-    from training.config import OptimConfig
+    from training.config import Config, OptimConfig
 
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
 
@@ -82,3 +85,32 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
         decay_fraction=optim.decay_fraction,
         min_ratio=optim.min_lr_ratio,
     )
+
+
+def top_k_schedule(config: Config, steps: int) -> TopKSchedule | None:
+    """Experts per token over a run of `steps` steps; None where their number is constant.
+
+    Raises:
+        ConfigError: a schedule that cannot be, or that does not end before the run does.
+    """
+    router = config.router
+    if router.top_k_schedule == "none":
+        return None
+    by_levels = router.top_k_schedule == "steps"
+    try:
+        schedule = TopKSchedule(
+            router.top_k_schedule,
+            start=router.top_k_start,
+            end=config.model.config.num_experts_per_tok,
+            ramp_steps=0 if by_levels else round(router.top_k_ramp * steps),
+            levels=tuple((step, k) for step, k in router.top_k_levels),
+            soft=router.soft_k,
+        )
+    except ValueError as error:
+        raise ConfigError(f"router.{error}") from None
+    if schedule.last_change > steps:
+        raise ConfigError(
+            f"router.top_k_levels reach model.num_experts_per_tok={schedule.end} at step "
+            f"{schedule.last_change}, after the {steps} steps of the run"
+        )
+    return schedule

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from models.loss import loss_backend
+from moe.control import routers_of
 from moe.experts import BACKENDS
 from moe.kernels._triton import pick_backend
 from training.checkpoint import NonFiniteWeights
@@ -154,7 +155,8 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
     speed = sum(result.tokens for result in results) / seconds
     lr, router_lr = job.optimizer.lrs(results[-1].lr)
     peak = peak_flops(job.device)
-    flops = flops_per_token(job.model.config, job.config.data.seq_len)
+    k = routers[0].k if (routers := routers_of(job.model)) else None
+    flops = flops_per_token(job.model.config, job.config.data.seq_len, k)
     metrics |= {
         "lr": lr,
         "router_lr": router_lr,
@@ -164,8 +166,8 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
         "time_left_s": expected * (job.steps - job.progress.step),
         "max_memory_gib": max_memory_gib(job.device),
     }
-    if job.model.config.moe_layers:
-        metrics["top_k"] = job.model.config.num_experts_per_tok
+    if k is not None:
+        metrics["top_k"] = k
     for bad in skipped:
         job.log.event(
             "step_skipped",
