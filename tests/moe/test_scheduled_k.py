@@ -1,6 +1,7 @@
 """A layer under a schedule of K: what training and evaluation choose, fading, and resume."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_soft_k_has_no_jumps():
             begin_step(layer, step)
             with torch.no_grad():
                 outs.append(layer(x)[0])
-        moved[soft] = max((a - b).norm() / a.norm() for a, b in zip(outs, outs[1:]))
+        moved[soft] = max((a - b).norm() / a.norm() for a, b in pairwise(outs))
         assert torch.equal(outs[-1], plain(layer, 2)(x)[0].detach())
     assert moved[True] < 0.02
     assert moved[False] > 10 * moved[True]

@@ -169,6 +169,11 @@ TURNED = {
     "router.rounding_min_mean_tiles": "router.rounding_min_mean_tiles=1.5",
     "router.rounding_protect_top1": "router.rounding_protect_top1=true",
     "router.rounding_renorm": "router.rounding_renorm=tr",
+    "router.top_k_schedule": "router.top_k_schedule=linear router.top_k_start=3",
+    "router.top_k_start": "router.top_k_start=4",
+    "router.top_k_ramp": "router.top_k_ramp=0.3",
+    "router.top_k_levels": "router.top_k_levels=[[5,2]]",
+    "router.soft_k": "router.soft_k=true",
     "data.sources": "data.sources=[{path: {folder}/validation.txt, format: lines}]",
     "data.validation_sources": "data.validation_sources=[]",
     "data.validation_fraction": "data.validation_fraction=0.4 data.validation_sources=[]",
@@ -230,6 +235,12 @@ BEFORE = {
     f"router.rounding_{name}": ROUNDED
     for name in ("tile", "min_tiles", "max_tiles", "min_mean_tiles", "protect_top1", "renorm")
 } | {
+    **dict.fromkeys(
+        ("router.top_k_start", "router.top_k_ramp", "router.soft_k"),
+        "router.top_k_schedule=linear router.top_k_start=3",
+    ),
+    "router.top_k_levels": "router.top_k_schedule=steps router.top_k_start=3 "
+    "router.top_k_levels=[[4,2]]",
     "router.bias_update": GLM,
     "router.bias_rate": f"router.bias_update=sign {GLM}",
     "router.bias_ema": GLM,

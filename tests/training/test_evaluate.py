@@ -13,9 +13,10 @@ from models.config import ModelConfig
 from parallel import World
 from tests.training.test_loop import batch_of, build, rows
 from tests.training.tiny import MODEL
+from training.config import load_config
 from training.device import max_memory_gib, peak_flops
 from training.evaluate import sample_text, validate
-from training.flops import flops_per_token, matmul_weights
+from training.flops import flops_per_token, matmul_weights, run_flops
 from training.status import due
 
 CPU = torch.device("cpu")
@@ -177,3 +178,21 @@ def test_what_is_due():
     ]
     assert at(13, evaluate=None, save=None) == "ls", "the end is always saved"
     assert at(12, evaluate=None, save=None) == "l"
+
+
+def test_flops_of_a_run_follow_the_experts_per_token(tiny_config):
+    def flops(*words):
+        return run_flops(load_config(tiny_config, [*words, "train.steps=1000"]), 1000)
+
+    config = load_config(tiny_config).model.config
+    per_expert = flops_per_token(config, 32, 3) - flops_per_token(config, 32, 2)
+    assert per_expert == 6 * 2 * 3 * 16 * 8  # two layers of three matrices
+    tokens = 4 * 32
+    constant = flops()
+    assert constant == pytest.approx(1000 * tokens * flops_per_token(config, 32))
+    ramp = ("router.top_k_schedule=linear", "router.top_k_start=4")
+    # half of the run at 3 on average: half an expert more; soft computes the next whole number
+    more = (flops(*ramp) - constant) / (1000 * tokens * per_expert)
+    assert more == pytest.approx(0.5, abs=0.01)
+    soft = (flops(*ramp, "router.soft_k=true") - constant) / (1000 * tokens * per_expert)
+    assert soft == pytest.approx(0.75, abs=0.01)

@@ -204,6 +204,7 @@ def test_sigterm_finishes_the_step_saves_and_resumes_exactly(
         ("train.dtype=bfloat16", "optim.router_lr_multiplier=0.1"),
         ("train.checkpointing=full", "router.balance_scope=global", "train.micro_batch_size=1"),
         ("optim.spike_factor=3", "optim.schedule=cosine"),
+        ("router.top_k_schedule=geometric", "router.top_k_start=4", "router.soft_k=true"),
     ],
     ids=lambda settings: settings[0],
 )
@@ -221,6 +222,19 @@ def test_resume_is_exact_with(run, tmp_path, monkeypatch, settings):
     if "router_lr_multiplier" in settings[-1]:
         for lr, router_lr in by_step(tmp_path / "runs/b", "lr", "router_lr").values():
             assert router_lr == pytest.approx(0.1 * lr)
+
+
+def test_the_number_of_experts_falls_and_is_told(run, tmp_path):
+    assert run("run.name=a", "router.top_k_schedule=linear", "router.top_k_start=4") == 0
+    lines = read_metrics(tmp_path / "runs/a")
+    assert [line["top_k"] for line in lines] == [4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2]
+    # 4 → 2 over 6 steps: 4, 3.67, 3.33, 3, 2.67, 2.33, 2; validation at 4 is of K=2 and of K=3
+    at_four = next(line for line in lines if line["step"] == 4)
+    assert at_four["val_loss_current_k"] != at_four["val_loss"]
+    assert not any("val_loss_current_k" in line for line in lines if line["step"] > 6)
+    texts = [event["text"] for event in events(tmp_path / "runs/a", "router_change")]
+    assert [text.split(":")[0] for text in texts] == ["step 3", "step 6"]
+    assert "each token uses 3 experts from now on, no longer 4" in texts[0]
 
 
 def test_learning_rates_are_a_function_of_the_step_also_after_stops(run, tmp_path, monkeypatch):
