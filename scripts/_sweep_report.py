@@ -124,7 +124,10 @@ def compare(
 
 
 def markdown(
-    sweep: SweepFile, table: dict[str, dict[str, Cell]], command: str, words: dict[str, list[str]]
+    sweep: SweepFile,
+    table: dict[str, dict[str, Cell]],
+    command: str,
+    steps: dict[str, int | None],
 ) -> str:
     """The table, with what was compared and how to make it again."""
     metrics = [name for name in sweep.metrics if any(name in row for row in table.values())]
@@ -146,10 +149,11 @@ def markdown(
                 told = verdict(cell.difference)
                 cells += [cell.value.text(), cell.difference.text(sign=True), told]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "Arms: " + "; ".join(f"{arm}: {' '.join(own) or '–'}" for arm, own in words.items()),
-    ]
+    arms = [f"{arm}: {' '.join(own) or '–'}" for arm, own in sweep.arms.items()]
+    lines += ["", "Arms: " + "; ".join(arms)]
+    if sweep.equal_flops:
+        counted = [f"{arm} {count}" for arm, count in steps.items()]
+        lines += ["", f"Steps, at equal model FLOPs: {', '.join(counted)}"]
     lines += [
         "",
         "Mean ± standard error over seeds; differences in pairs of equal seed (same first weights, "
@@ -208,13 +212,19 @@ def plot(path: Path, sweep: SweepFile, runs: Sequence[RunValues], values: Any) -
     figure.savefig(path, dpi=120)
 
 
-def write_report(stem: Path, sweep: SweepFile, runs: Sequence[RunValues], command: str) -> str:
+def write_report(
+    stem: Path,
+    sweep: SweepFile,
+    runs: Sequence[RunValues],
+    command: str,
+    steps: dict[str, int | None],
+) -> str:
     """Write STEM.md, STEM.json and STEM.png; the text of the table."""
     values: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in sweep.arms}
     for run in runs:
         values[run.arm][run.seed] = read_values(run.folder, sweep.metrics)
     table = compare(values, sweep.control, sweep.metrics)
-    text = markdown(sweep, table, command, sweep.arms)
+    text = markdown(sweep, table, command, steps)
     stem.with_suffix(".md").write_text(text, encoding="utf-8")
     result = {
         "title": sweep.title,
@@ -224,6 +234,7 @@ def write_report(stem: Path, sweep: SweepFile, runs: Sequence[RunValues], comman
         "arms": {
             arm: {
                 "words": sweep.arms[arm],
+                "steps": steps.get(arm),
                 "runs": {str(seed): found for seed, found in values[arm].items()},
                 "metrics": {name: asdict(cell) for name, cell in table[arm].items()},
             }

@@ -233,7 +233,9 @@ def bench_engine(config: Config, plan: Plan, steps: int) -> dict[str, Any]:
     world = joined()
     device = torch.device(plan.device, world.local_rank if plan.device == "cuda" else None)
     started = time.perf_counter()
-    trainee = make_trainee(config, config.model.config, plan, device)
+    trainee = make_trainee(
+        config, config.model.config, plan, device, steps=config.train.steps or 1000
+    )
     building = time.perf_counter() - started
     draw = np.random.default_rng(world.rank)
     vocabulary, length = config.model.config.vocab_size, config.data.seq_len

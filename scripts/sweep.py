@@ -71,11 +71,15 @@ class SweepFile(BaseModel):
     """Columns of the table; the first one is plotted."""
     curve: str = "max_violation"
     """Metric whose course is plotted."""
+    equal_flops: list[str] = Field(default_factory=list)
+    """Arms that train for as many steps as cost what the control costs (training/flops.py)."""
 
     @model_validator(mode="after")
-    def _control_is_an_arm(self) -> SweepFile:
-        if self.control not in self.arms:
-            raise ValueError(f"control={self.control!r} is none of the arms {list(self.arms)}")
+    def _names_are_arms(self) -> SweepFile:
+        for key, names in (("control", [self.control]), ("equal_flops", self.equal_flops)):
+            for name in names:
+                if name not in self.arms:
+                    raise ValueError(f"{key}: {name!r} is none of the arms {list(self.arms)}")
         return self
 
 
@@ -123,19 +127,50 @@ def plan_runs(
     """
     base = path.parent / sweep.base
     runs = []
+    steps = {arm: f"train.steps={count}" for arm, count in equal_steps(path, sweep, words).items()}
     for seed in seeds:
         for arm, own in sweep.arms.items():
             every = [*sweep.settings, *own, *words, f"run.seed={seed}"]
-            try:
-                config = load_config(base, every)
-            except ConfigError as error:
-                raise ConfigError(f"{path}: arm {arm!r}: {error}") from None
+            every += [steps[arm]] if arm in steps else []
+            config = _load(path, base, arm, every)
             values = config.to_dict()
             values["run"] |= {"name": None, "dir": None}
             text = json.dumps(values, sort_keys=True)
             key = hashlib.sha256(text.encode()).hexdigest()[:8]
             runs.append(Run(arm, seed, every, base, config, key))
     return runs
+
+
+def _load(path: Path, base: Path, arm: str, words: list[str]) -> Config:
+    try:
+        return load_config(base, words)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: arm {arm!r}: {error}") from None
+
+
+def equal_steps(path: Path, sweep: SweepFile, words: Sequence[str]) -> dict[str, int]:
+    """Steps of the arms in `equal_flops` that cost as many model FLOPs as the control's do."""
+    found: dict[str, int] = {}
+    if not sweep.equal_flops:
+        return found
+    from training.flops import run_flops
+
+    def config_of(arm: str) -> Config:
+        every = [*sweep.settings, *sweep.arms[arm], *words]
+        return _load(path, path.parent / sweep.base, arm, every)
+
+    control = config_of(sweep.control)
+    if control.train.steps is None:
+        raise ConfigError(f"{path}: equal_flops needs train.steps, the control has epochs")
+    budget = run_flops(control, control.train.steps)
+    for arm in sweep.equal_flops:
+        config = config_of(arm)
+        low, high = 1, 8 * control.train.steps
+        while low < high:  # the most steps within the budget
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if run_flops(config, middle) <= budget else (low, middle - 1)
+        found[arm] = low
+    return found
 
 
 def place_run(run: Run, folder: Path) -> None:
@@ -351,7 +386,8 @@ def main(arguments: list[str] | None = None) -> int:
             for run in runs
             if unique[run.key].done
         ]
-        print(write_report(out / path.stem, sweep, values, command))
+        steps = {run.arm: run.config.train.steps for run in runs}
+        print(write_report(out / path.stem, sweep, values, command, steps))
     if any(run.error for run in ordered):
         return 1
     return 0 if whole else STOPPED

@@ -123,7 +123,9 @@ def run_steps(
     batches: list[list[Batch]],
 ) -> dict[str, Any]:
     """Train one step for each list of micro-batches; what this process saw and holds."""
-    trainee = make_trainee(config, config.model.config, plan, device)
+    trainee = make_trainee(
+        config, config.model.config, plan, device, steps=config.train.steps or 1000
+    )
     optimizer = trainee.optimizer
     found: dict[str, Any] = {
         "numbers": [],

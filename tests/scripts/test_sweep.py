@@ -10,6 +10,7 @@ import yaml
 
 from tests.training.tiny import write_inputs
 from training.config_load import ConfigError
+from training.flops import run_flops
 from training.record import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +63,7 @@ def test_small_differences_are_not_seen(report):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"control": "c"}, "control='c'"),
+        ({"control": "c"}, "control: 'c' is none of the arms"),
         ({"arm": {}}, "arm"),
         ({"arms": {"weak": [], "b": ["optim.lr=fast"]}}, "arm 'b': optim.lr"),
         ({"arms": {"weak": [], "b": ["optim.rl=1"]}}, "arm 'b': unknown key optim.rl"),
@@ -87,6 +88,22 @@ def test_every_sweep_of_the_repository_is_valid(path, sweep):
     found = sweep.read_sweep(path)
     runs = sweep.plan_runs(path, found, [], found.seeds)
     assert len({run.key for run in runs}) == len(found.arms) * len(found.seeds)
+
+
+def test_equal_flops(sweep, tiny_sweep):
+    """8 steps with 2 experts each cost what fewer steps with 4 to 2 experts cost."""
+    values = yaml.safe_load(tiny_sweep.read_text())
+    ramp = ["router.top_k_schedule=linear", "router.top_k_start=4"]
+    values |= {"settings": ["train.steps=1000"], "arms": {"weak": [], "wide": ramp}}
+    path = tiny_sweep.parent / "equal.yaml"
+    path.write_text(yaml.safe_dump(values | {"equal_flops": ["wide"]}))
+    found = sweep.read_sweep(path)
+    (steps,) = sweep.equal_steps(path, found, []).values()
+    runs = {run.arm: run for run in sweep.plan_runs(path, found, [], [0])}
+    assert runs["weak"].config.train.steps == 1000
+    assert runs["wide"].config.train.steps == steps < 1000
+    costs = [run_flops(run.config, run.config.train.steps) for run in runs.values()]
+    assert costs[0] * 0.997 < costs[1] <= costs[0]
 
 
 @pytest.fixture(scope="module")
