@@ -31,6 +31,7 @@ from moe.kernels.input_gradient import input_gradient
 from moe.kernels.up_forward import up_forward
 from moe.kernels.weight_gradient import bias_gradient, weight_gradient
 from moe.routing import Routing
+from moe.sparse.experts import check_spmm, spmm_experts
 
 BACKENDS = ("reference", "triton")
 SAVE = ("h", "x")
@@ -180,7 +181,8 @@ def experts(
         activation: swiglu, geglu, reglu (gated), relu2, gelu or silu; see
         `moe.kernels.activations`. b1_EH, b2_ED: biases or None.
         save: "h" keeps the pre-activations for backward, "x" computes them again.
-        backend: "auto", "triton" or "reference".
+        backend: "auto", "triton", "reference", or "spmm" for products of sparse matrices
+            (`moe.sparse.experts`; no biases, no main_grads, save="h").
         main_grads: buffers, usually float32, to which the gradients of w1 and w2 are added in
             backward in place of
             making gradients (their `.grad` then stays None). Not under torch.compile.
@@ -202,9 +204,9 @@ def experts(
             f"x_TD has {x_TD.shape[0]} tokens, the routing was made for {routing.num_tokens}"
         )
     return _apply(
-        x_TD, w1_EHD, w2_EDN, routing.gates_S, b1_EH, b2_ED, routing.token_R, routing.slot_R,
-        routing.row_S, routing.offsets_E1, routing.slot_offsets_T1, routing.slots_per_token,
-        activation, save, backend, main_grads, output_sums,
+        routing, x_TD, w1_EHD, w2_EDN, routing.gates_S, b1_EH, b2_ED, routing.token_R,
+        routing.slot_R, routing.row_S, routing.offsets_E1, routing.slot_offsets_T1,
+        routing.slots_per_token, activation, save, backend, main_grads, output_sums,
     )  # fmt: skip
 
 
@@ -240,18 +242,28 @@ def permuted_experts(
             f"gates_R has shape {tuple(gates_R.shape)}, must be {tuple(x_RD.shape[:1])}"
         )
     return _apply(
-        x_RD, w1_EHD, w2_EDN, gates_R, b1_EH, b2_ED, None, None, None, offsets_E1, None, None,
+        None, x_RD, w1_EHD, w2_EDN, gates_R, b1_EH, b2_ED, None, None, None, offsets_E1, None, None,
         activation, save, backend, main_grads,
     )  # fmt: skip
 
 
 def _apply(
-    x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1, slot_offsets_T1,
-    slots_per_token, activation, save, backend, main_grads, output_sums=False,
+    routing, x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
+    slot_offsets_T1, slots_per_token, activation, save, backend, main_grads, output_sums=False,
 ):  # fmt: skip
     x, w1_EHD, w2_EDN, b1_EH, b2_ED = _autocast(x, w1_EHD, w2_EDN, b1_EH, b2_ED)
     _check(x, w1_EHD, w2_EDN, b1_EH, b2_ED, offsets_E1, activation, save)
     main_w1, main_w2 = main_grads
+    if backend == "spmm":
+        if routing is None or any(t is not None for t in (b1_EH, b2_ED, main_w1, main_w2)):
+            raise ValueError(
+                "backend='spmm' takes tokens and a routing, without biases and main_grads; "
+                "use 'auto', 'triton' or 'reference'"
+            )
+        check_spmm(w2_EDN.shape[2], save)
+        return spmm_experts(
+            x, w1_EHD, w2_EDN, routing, activation=activation, output_sums=output_sums
+        )
     for name, main, weight in (("w1", main_w1, w1_EHD), ("w2", main_w2, w2_EDN)):
         if main is not None and (main.shape != weight.shape or not main.is_contiguous()):
             raise ValueError(

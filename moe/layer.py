@@ -26,6 +26,7 @@ from moe.metrics import RouterStats
 from moe.rounding import RoundingConfig, round_tokens
 from moe.router import Router, check_router, probabilities, selection_keys
 from moe.routing import Routing
+from moe.sparse.experts import check_spmm
 
 # (layer, logits_TE, gating, routing) -> (gating, routing); how a trace reads and replaces a choice
 RoutingHook = Callable[["MoE", Tensor, Gating, Routing], tuple[Gating, Routing]]
@@ -70,7 +71,8 @@ class MoEConfig:
     control: RouterControl = field(default_factory=RouterControl)
     """State of the router and how it changes between steps; see `moe.control`."""
     kernels: str = "auto"
-    """auto | triton | reference; auto takes what is fastest on the tensors' device."""
+    """auto | triton | reference | spmm; auto takes what is fastest on the tensors' device, spmm
+    computes the experts by products of sparse matrices (`moe.sparse.experts`)."""
     save: str = "h"
     """What the experts keep for the backward: h (pre-activations), or x and compute h again."""
     init_std: float = 0.02
@@ -98,6 +100,8 @@ class MoEConfig:
                 "which this layer does not keep; allowed here: 'none'"
             )
         activation_width(self.activation)
+        if self.kernels == "spmm":
+            check_spmm(self.expert_size, self.save)
         check_router(self)
 
 

@@ -144,6 +144,8 @@ def check_combinations(config: Config) -> None:
             f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
         )
     check_exactness(config)
+    if config.model.kernels == "spmm":
+        _check_spmm(config)
     if config.router.rounding != "none":
         _check_rounding(config)
     if config.router.top_k_schedule != "none" and config.router.top_k_start is None:
@@ -156,6 +158,23 @@ def check_combinations(config: Config) -> None:
         raise ValueError(
             f"data.seq_len={data.seq_len} must not exceed "
             f"model.max_position_embeddings={model.max_position_embeddings}"
+        )
+
+
+def _check_spmm(config: Config) -> None:
+    """What products of sparse matrices cannot do."""
+    if config.model.save != "h":
+        raise ValueError(
+            f"model.save={config.model.save!r} does not go with model.kernels='spmm', which keeps "
+            "all it computes; allowed: 'h'"
+        )
+    model = config.model.config
+    if model.expert_size % 16:
+        own = model.moe_intermediate_size is not None
+        name = "moe_intermediate_size" if own else "intermediate_size"
+        raise ValueError(
+            f"model.{name}={model.expert_size} with model.kernels='spmm' must be a multiple of 16, "
+            "so that blocks do not cross from one expert to the next"
         )
 
 

@@ -69,7 +69,7 @@ INTERPRET = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in (
     "yes",
 )
 
-BACKENDS = ("auto", "reference", "triton", "hopper")
+BACKENDS = ("auto", "reference", "triton", "hopper", "spmm")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -84,7 +84,8 @@ def pick_backend(
 
     "auto" takes the fastest that can run: on CUDA "hopper" (compute capability 9, if the operator
     has it), then "triton"; everywhere else, and for float64, "reference". A backend asked for by
-    name is never replaced.
+    name is never replaced. "spmm" is a way to compute experts (`moe.sparse.experts`); whatever
+    else a layer does then runs as with "auto".
 
     Raises:
         ValueError: unknown name, or a named backend that cannot run here; the message says which
@@ -92,6 +93,8 @@ def pick_backend(
     """
     if name not in BACKENDS:
         raise ValueError(f"{argument}={name!r} is unknown; allowed: {', '.join(BACKENDS)}")
+    if name == "spmm":
+        name = "auto"
     floating = tensor.dtype.is_floating_point
     dtype_ok = not floating or tensor.dtype in KERNEL_DTYPES
     if name == "auto":

@@ -1,26 +1,34 @@
-"""The how-to page of the layer runs as it stands."""
+"""The how-to pages of the layer and of the sparse matrices run as they stand."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 import moe
+import moe.sparse
 
-PAGE = Path(__file__).parents[2] / "docs" / "moe.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_blocks_of_the_page_run_in_order(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(blocks) >= 8
+@pytest.mark.parametrize(
+    ("page", "least", "printed"),
+    [("moe.md", 8, "makes every gate the constant 1"), ("sparse.md", 6, "8 0.3")],
+)
+def test_blocks_of_the_page_run_in_order(page, least, printed, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)
+    assert len(blocks) >= least
     names: dict = {}
     for number, block in enumerate(blocks):
         try:
-            exec(compile(block, f"{PAGE.name}, block {number}", "exec"), names)
+            exec(compile(block, f"{page}, block {number}", "exec"), names)
         except Exception as error:
-            raise AssertionError(f"block {number} of {PAGE.name} fails:\n{block}") from error
-    assert "makes every gate the constant 1" in capsys.readouterr().out
+            raise AssertionError(f"block {number} of {page} fails:\n{block}") from error
+    assert printed in capsys.readouterr().out
 
 
-def test_every_public_name_is_explained():
-    text = PAGE.read_text()
-    missing = [name for name in moe.__all__ if name not in text]
+@pytest.mark.parametrize(("page", "package"), [("moe.md", moe), ("sparse.md", moe.sparse)])
+def test_every_public_name_is_explained(page, package):
+    text = (DOCS / page).read_text()
+    missing = [name for name in package.__all__ if name not in text]
     assert missing == []

@@ -108,6 +108,8 @@ MISTAKES = [
     ("data.seq_len=512", "data.seq_len=512 must not exceed model.max_position_embeddings=256"),
     ("model.hf_config=nowhere", "model.hf_config='nowhere': there is no file"),
     ("model.init_from=nowhere", "model.init_from='nowhere': there is no file"),
+    ("model.kernels=spmm model.save=x", "model.save='x' does not go with model.kernels='spmm'"),
+    ("model.kernels=spmm model.moe_intermediate_size=24", "must be a multiple of 16"),
     ("router.rounding=nearest", "gives an expert 1 tiles of router.rounding_tile=128"),
     (
         "router.rounding=nearest router.rounding_max_tiles=1",

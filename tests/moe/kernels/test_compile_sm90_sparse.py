@@ -1,0 +1,111 @@
+"""The sparse kernels compiled for sm_90 on any x86-64 Linux machine: no spilled register.
+
+Block products of 16-bit types must reach Hopper's matrix instructions. Compiling happens in a
+process of its own, as for the experts' kernels. By default one configuration of each kernel is
+compiled; all with TESSERA_COMPILE_ALL=1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.moe.kernels.test_compile_sm90_experts import ROOT, SHARED_LIMIT, _report, _supported
+
+KERNELS = ("spmm", "spmm split", "sddmm", "dsd", "dsd transposed", "sdd")
+
+
+def _compile(everything: bool) -> None:
+    """Prints one line of JSON for each kernel and configuration."""
+    import contextlib
+
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    from moe.kernels import block_products, sddmm, spmm
+
+    target = GPUTarget("cuda", 90, 32)
+    made: dict[str, object] = {}
+
+    def compile_only(self, *args, grid, warmup, **options):
+        backend = make_backend(target)
+        options |= {"debug": False, "sanitize_overflow": False}
+        binder = create_function_from_signature(self.signature, self.params, backend)
+        bound, specialization, rest = binder(*args, **options)
+        packed = self._pack_args(backend, options, bound, specialization, rest)
+        rest, signature, constexprs, attributes = packed
+        source = ASTSource(self, signature, constexprs, attributes)
+        made[self.fn.__name__] = triton.compile(source, target=target, options=rest.__dict__)
+
+    JITFunction.run = compile_only
+    for module in (spmm, sddmm, block_products):
+        module.on_device = lambda tensor: contextlib.nullcontext()
+
+    def show(name, config, dtype):
+        for function, kernel in made.items():
+            row = {"kernel": name, "function": function, "config": str(config)}
+            row |= {"dtype": str(dtype), "triton": triton.__version__} | _report(kernel)
+            print(json.dumps(row), flush=True)
+        made.clear()
+
+    Z, M, N = 4096, 64, 1024
+    indptr = torch.arange(0, Z + 1, Z // M, dtype=torch.int32)
+    index = torch.zeros(Z, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32) if everything else (torch.bfloat16,):
+        x, values = torch.empty(M, N, dtype=dtype), torch.empty(Z, dtype=dtype)
+        split = spmm.split_rows(indptr, Z, 32)
+        for means in (1, 8) if everything else (8,):
+            for c in spmm.configs(dtype, means, N)[: None if everything else 1]:
+                spmm.spmm_triton(indptr, index, None, values, x, None, row_length=64, config=c)
+                show("spmm", c, dtype)
+                spmm.spmm_triton(
+                    indptr, index, index, values, x, x, beta=1.0, split=split, config=c
+                )
+                show("spmm split", c, dtype)
+        for c in sddmm.configs(dtype, N)[: None if everything else 1]:
+            sddmm.sddmm_triton(index, index, x, x, 1.0, dtype, c)
+            show("sddmm", c, dtype)
+        for size in (16, 128) if everything else (128,):
+            blocks = torch.empty(Z, size, size, dtype=dtype)
+            dense = torch.empty(1, 64 * size, N, dtype=dtype)
+            for c in block_products.configs(dtype, size, None, size)[: None if everything else 1]:
+                for transposed in (False, True):
+                    block_products.dsd_triton(
+                        indptr, index, index, blocks, transposed, dense, dense, dense, 1.0, 1.0, c
+                    )
+                    show("dsd transposed" if transposed else "dsd", c, dtype)
+            for c in block_products.configs(dtype, size, size, None)[: None if everything else 1]:
+                block_products.sdd_triton(indptr, index, dense[0], dense.mT, size, size, 1.0, c)
+                show("sdd", c, dtype)
+
+
+@pytest.mark.skipif(not _supported(), reason="needs Triton with its NVIDIA tools")
+@pytest.mark.timeout(1800)
+def test_kernels_compile_for_hopper(tmp_path: Path):
+    everything = os.environ.get("TESSERA_COMPILE_ALL", "0") == "1"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TESSERA_TUNE": "0"}
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
+    command = [sys.executable, __file__, str(int(everything))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {row["kernel"] for row in rows} == set(KERNELS)
+    for row in rows:
+        assert row["spilled bytes"] == 0, row
+        assert row["shared"] <= SHARED_LIMIT, row
+        if row["function"] in ("_dsd_kernel", "_sdd_kernel") and "float32" not in row["dtype"]:
+            assert row["HGMMA"] > 0 or "bm=16" in row["config"], row  # wgmma has 64 rows
+
+
+if __name__ == "__main__":
+    _compile(sys.argv[1] == "1")
