@@ -256,11 +256,15 @@ def main(arguments: Sequence[str]) -> int:
         return faults.tell(world.rank, status.out_of_memory(job, error), faults.FAILED)
     except (RunFailed, CheckpointError) as error:
         return faults.tell(world.rank, error, faults.FAILED)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        lost = faults.failed_collective(error, config.parallel.timeout_s)
+        if lost is not None:
+            faults.tell(world.rank, RunFailed(lost), faults.FAILED)
         return faults.FAILED
     finally:
-        job.saver.wait()
+        # A save in the background may wait for a process that is gone.
+        job.saver.wait(faults.PATIENCE_S if world.size > 1 else None)
         job.log.close()
         release()
 

@@ -16,6 +16,8 @@ Three process groups, each with one job:
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+# Until all processes are there: hosts may take very unequal times to start Python and import.
+JOIN_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,53 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
             )
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
-    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
     dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo", timeout=timeout, device_id=device
+        "nccl" if device_type == "cuda" else "gloo",
+        store=_fresh(store, rank, size, JOIN_S),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
     )
     return joined(timeout_s)
+
+
+def _fresh(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A part of the store that no earlier attempt has written to.
+
+    torchrun keeps its store over restarts, and the addresses in it that a killed attempt has left
+    would be taken for those of this one (github.com/pytorch/pytorch/issues/135712, 167288). Its own
+    count of restarts differs between hosts. So the first process draws a name and tells it to each
+    of the others in answer to a number that this one has just drawn.
+
+    Raises:
+        RuntimeError: on the first process, with the processes that did not come in time.
+    """
+    if rank:
+        number = uuid.uuid4().hex
+        store.set(f"tessera/asks/{rank}", number)
+        name = store.get(f"tessera/answer/{number}").decode()
+        store.set(f"{name}/heard/{rank}", "")
+        return dist.PrefixStore(name, store)
+    name, missing, answered = uuid.uuid4().hex, set(range(1, size)), set()
+    end = time.monotonic() + timeout_s
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{name}/heard/{other}"]):
+                missing.discard(other)
+            elif store.check([f"tessera/asks/{other}"]):
+                number = store.get(f"tessera/asks/{other}").decode()
+                if number not in answered:  # perhaps of a process that is gone: then it asks anew
+                    store.set(f"tessera/answer/{number}", name)
+                    answered.add(number)
+        if missing and time.monotonic() > end:
+            raise RuntimeError(
+                f"processes {', '.join(map(str, sorted(missing)))} of {size} did not join within "
+                f"{timeout_s:g} s"
+            )
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 def joined(timeout_s: float = 600.0) -> World:
@@ -106,8 +154,8 @@ def joined(timeout_s: float = 600.0) -> World:
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
         data=dist.group.WORLD,
-        control=dist.new_group(backend="gloo", timeout=timeout),
-        checkpoint=dist.new_group(backend="gloo", timeout=timeout),
+        control=dist.new_group(backend="gloo", timeout=timeout, group_desc="tessera_control"),
+        checkpoint=dist.new_group(backend="gloo", timeout=timeout, group_desc="tessera_checkpoint"),
     )
 
 

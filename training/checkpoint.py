@@ -221,11 +221,11 @@ class Saver:
                 self.last_error = ended[-1].error
         return ended
 
-    def wait(self) -> None:
-        """Until no save is under way."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until no save is under way, or so long."""
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(timeout_s)
+            self._thread = self._thread if self._thread.is_alive() else None
 
     def _to_host(self, snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:
         """A copy in host memory, and a function that waits until the copy is complete."""

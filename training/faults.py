@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,6 +30,9 @@ STOPPED = 75
 # torchrun passes a signal on to processes that a terminal's Ctrl+C has already reached, so within
 # this time a second signal is taken for the same request.
 _SAME_REQUEST_S = 3.0
+
+# How long a run of several processes that ends early waits for a save that is under way.
+PATIENCE_S = 20.0
 
 
 class RunFailed(RuntimeError):
@@ -101,6 +105,45 @@ def out_of_memory_message(
             text += "; routing is skewed, so a larger router.balance_coef lowers the peak too"
     lower = ", ".join(f"{name} (now {value})" for name, value in settings)
     return f"{text}. To need less memory, lower or change: {lower}"
+
+
+def failed_collective(error: BaseException, timeout_s: float) -> str | None:
+    """In one line, who waited for whom in which operation; None if that is not what went wrong.
+
+    Found in the traceback: PyTorch's own messages name neither the operation nor the processes.
+    """
+    found: tuple[str, Any] | None = None
+    file = ""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+        group = frame.f_locals.get("group")
+        if file.endswith("distributed/distributed_c10d.py") and function != "wrapper":
+            if found is None or not found[0].startswith(("all_", "reduce", "broadcast", "barrier")):
+                found = (function, group)
+        elif "/_fully_shard/" in file:
+            gathers = "gather" in function or "unshard" in function
+            what = "all_gather of weights" if gathers else "reduce_scatter of gradients"
+            found = found or (f"{what} (fsdp2)", None)
+        elif file.endswith(("parallel/transport.py", "parallel/pull.py")):
+            group = getattr(frame.f_locals.get("self"), "group", None)
+            found = ("all_to_all of tokens on their way to experts or back", group)
+        trace = trace.tb_next
+    inside = "torch/distributed/" in file or file.endswith(("transport.py", "pull.py"))
+    if found is None or not inside or not dist.is_initialized():
+        return None
+    name, group = found
+    if not isinstance(group, dist.ProcessGroup):
+        group = dist.group.WORLD
+    ranks = dist.get_process_group_ranks(group)
+    reason = " ".join(str(error).split())[:200]
+    return (
+        f"process {dist.get_rank()} on host {socket.gethostname()}: {name} over processes "
+        f"{', '.join(map(str, ranks))} failed: {reason}. One of them is gone, cut off, or did not "
+        f"come within parallel.timeout_s={timeout_s:g}; the same command goes on from the last "
+        "checkpoint"
+    )
 
 
 def tell(rank: int, error: BaseException, code: int) -> int:
