@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Make a Mixture-of-Experts model from a dense Hugging Face checkpoint (qwen3 -> qwen3_moe).
+
+    python scripts/upcycle.py Qwen3-0.6B/ out/ --experts 8 --top-k 2
+    python scripts/upcycle.py Qwen3-0.6B/ out/ --experts 32 --top-k 8 --granularity 4
+    python scripts/upcycle.py Qwen3-0.6B/ out/ --experts 8 --top-k 2 --drop 0.5    # Drop-Upcycling
+    python train.py my.yaml model.init_from=out/
+
+Every expert starts as a copy of its layer's dense network, or as one of `granularity` shards of it,
+and gates sum to 1, so the new model computes what the dense one did. The receipt (printed, and
+out/upcycle.json) holds the loss of the dense model and of the new one on the same text, before and
+after what changes the function on purpose (--drop, --noise). Exit codes: 0 done; 2 a mistake or a
+folder that cannot be upcycled; 1 the losses differ although they should not (nothing is written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from models.hf import DTYPES, export_hf
+from models.transformer import Decoder
+from models.upcycle import load_dense, mean_loss, upcycle
+from moe.upcycle import add_noise, drop_columns
+from training.config_load import fail
+from training.weights import tokenizer_folder
+
+TEXT = Path(__file__).resolve().parent.parent / "training/data/bundled/moby-dick/moby-dick.jsonl"
+TOLERANCE = 1e-6
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", help="dense Hugging Face folder")
+    parser.add_argument("out", help="where to; must not hold a model yet")
+    parser.add_argument("--experts", type=int, required=True, help="experts of each layer")
+    parser.add_argument("--top-k", type=int, required=True, help="experts of each token")
+    parser.add_argument("--granularity", type=int, default=1, help="shards of a copy")
+    parser.add_argument(
+        "--sparse-step", type=int, default=1, help="every so many layers one is MoE"
+    )
+    parser.add_argument("--drop", type=float, default=0.0, help="share of columns drawn anew")
+    parser.add_argument("--noise", type=float, default=0.0, help="relative; tells copies apart")
+    parser.add_argument("--seed", type=int, default=0, help="of routers, --drop and --noise")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    parser.add_argument("--text", type=Path, default=TEXT, help="what the receipt measures on")
+    parser.add_argument("--tokens", type=int, default=2048, help="of it; default: %(default)s")
+    return parser.parse_args(arguments)
+
+
+def receipt_tokens(
+    model: Decoder, tokenizer: Path | None, text: Path, count: int
+) -> tuple[Tensor, str]:
+    """(tokens [B, L], where they come from); random ones for a folder without tokenizer."""
+    length = min(256, model.config.max_position_embeddings, count)
+    rows = max(1, count // length)
+    if tokenizer is None or not (tokenizer / "tokenizer.json").is_file():
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(model.config.vocab_size, (rows, length), generator=draw)
+        return tokens, "random tokens"
+    from tokenizers import Tokenizer
+
+    try:
+        content = text.read_text(encoding="utf-8")[: 40 * count]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text {text}: {error}") from None
+    if text.suffix == ".jsonl":
+        lines = content.splitlines()
+        whole = lines[:-1] if len(lines) > 1 else lines
+        content = "\n".join(json.loads(line)["text"] for line in whole)
+    ids = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(content).ids
+    if len(ids) < length:
+        raise ValueError(f"--text {text} has {len(ids)} tokens, at least {length} are needed")
+    rows = min(rows, len(ids) // length)
+    return torch.tensor(ids[: rows * length]).view(rows, length), text.name
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        if options.tokens < 2:
+            raise ValueError(f"--tokens {options.tokens} must be at least 2")
+        for name in ("drop", "noise"):
+            value = getattr(options, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"--{name} {value} must be from 0 to 1")
+        dense = load_dense(options.folder).eval()
+        tokenizer = tokenizer_folder(options.folder)
+        tokens, source = receipt_tokens(dense, tokenizer, options.text, options.tokens)
+        model, exact = upcycle(
+            dense,
+            num_experts=options.experts,
+            num_experts_per_tok=options.top_k,
+            granularity=options.granularity,
+            sparse_step=options.sparse_step,
+            seed=options.seed,
+        )
+    except ValueError as error:
+        fail(error)
+    before, after = mean_loss(dense, tokens), mean_loss(model.eval(), tokens)
+    receipt = {
+        "from": str(options.folder), "experts": options.experts, "top_k": options.top_k,
+        "granularity": options.granularity, "sparse_step": options.sparse_step,
+        "drop": options.drop, "noise": options.noise, "seed": options.seed,
+        "measured_on": source, "tokens": tokens.numel(),
+        "parameters_before": sum(p.numel() for p in dense.parameters()),
+        "parameters_after": sum(p.numel() for p in model.parameters()),
+        "loss_before": before, "loss_after": after, "tolerance": TOLERANCE,
+    }  # fmt: skip
+    print(f"dense:    {receipt['parameters_before']:,} parameters, loss {before:.7f} on {source}")
+    print(
+        f"upcycled: {receipt['parameters_after']:,} parameters, loss {after:.7f}, "
+        f"difference {abs(after - before):.1e} (allowed {TOLERANCE:.0e})"
+    )
+    if exact and not abs(after - before) <= TOLERANCE:
+        print("the function is not preserved; nothing was written", file=sys.stderr)
+        return 1
+    if options.drop or options.noise:
+        generator = torch.Generator().manual_seed(options.seed)
+        for layer in model.config.moe_layers:
+            drop_columns(model.layers[layer].moe, options.drop, generator)
+            add_noise(model.layers[layer].moe, options.noise, generator)
+        receipt["loss_changed"] = mean_loss(model, tokens)
+        print(f"changed:  loss {receipt['loss_changed']:.7f} after --drop and --noise")
+    try:
+        exported = export_hf(model, options.out, dtype=options.dtype, tokenizer_dir=tokenizer)
+    except ValueError as error:
+        fail(error)
+    (exported.folder / "upcycle.json").write_text(json.dumps(receipt, indent=2) + "\n")
+    print(f"{exported.folder}: {model.config.family}, {exported.bytes / 1e6:,.1f} MB")
+    print(f"continue with: python train.py CONFIG model.init_from={exported.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
