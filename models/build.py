@@ -83,10 +83,15 @@ def start_routers(model: Decoder) -> None:
 @torch.no_grad()
 def init_weights(model: Decoder, seed: int) -> None:
     """Fill all parameters: matrices N(0, initializer_range²), norms 1, biases 0."""
+    stds = {router.config.router_init_std for router in routers_of(model)}
+    router_std = stds.pop() if len(stds) == 1 else None
     for name, kind in parameter_kinds(model).items():
         parameter = model.get_parameter(name)
         if kind != "expert":
-            parameter.copy_(initial_values(model.config, name, parameter.shape, seed))
+            values = initial_values(
+                model.config, name, parameter.shape, seed, router_std=router_std
+            )
+            parameter.copy_(values)
             continue
         for expert, weight in enumerate(parameter):  # one at a time: they may be large together
             one = range(expert, expert + 1)
@@ -99,14 +104,18 @@ def initial_values(
     shape: Sequence[int],
     seed: int,
     experts: range | None = None,
+    router_std: float | None = None,
 ) -> Tensor:
     """Initial fp32 values of the parameter `name` of that shape on the CPU, or of some of its
-    experts, stacked."""
+    experts, stacked. `router_std` is the standard deviation of routers, if it is to differ."""
     kind = _kind(name)
     if kind == "norm":
         return torch.ones(shape)
     if kind == "bias":
         return torch.zeros(shape)
+    if kind == "router" and router_std is not None:
+        unit = draw(config, name, torch.Size(shape), seed) / config.initializer_range
+        return router_std * unit
     if kind != "expert":
         return draw(config, name, torch.Size(shape), seed)
     experts = range(shape[0]) if experts is None else experts

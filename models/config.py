@@ -270,6 +270,11 @@ class ModelConfig(BaseModel):
         return bool(self.attention_bias) and self.family != "glm4_moe"
 
     @property
+    def router_score(self) -> str:
+        """How the family's routers make scores of logits."""
+        return "sigmoid" if self.family == "glm4_moe" else "softmax"
+
+    @property
     def has_selection_bias(self) -> bool:
         """Whether the family adds a bias to the scores for the selection of experts."""
         return self.family == "glm4_moe"
@@ -312,7 +317,7 @@ class ModelConfig(BaseModel):
             "expert_size": self.expert_size,
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.num_experts_per_tok,
-            "score": "sigmoid" if glm else "softmax",
+            "score": self.router_score,
             "norm": "topk_sum" if self.norm_topk_prob else "none",
             "route_scale": self.routed_scaling_factor if glm else 1.0,
             "selection_bias": self.has_selection_bias,

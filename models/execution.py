@@ -71,11 +71,11 @@ def mark_dynamic(*tensors: Tensor) -> None:
 
 
 def run_checkpointed(function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)`, keeping only the arguments.
-
-    Nothing in a block draws random numbers.
-    """
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    """`function(*arguments)`, keeping only the arguments, and the random states if experts are
+    chosen with noise: the recomputation must choose the same."""
+    moe = getattr(function, "moe", None)
+    draws = moe is not None and moe.draws
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=draws)
 
 
 _KEPT = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "tessera::document_attention"})

@@ -31,6 +31,7 @@ from moe.metrics import RouterStats
 from moe.router import Router
 from moe.top_k import TopKSchedule
 
+DROPS = ("probability", "position")
 BIAS_UPDATES = ("none", "sign", "proportional", "rms", "quantile")
 # Added to the root mean square of the violations: a perfectly balanced load moves nothing.
 _TINY = 1e-20
@@ -71,6 +72,22 @@ class RouterControl:
     """Last step in which the average selects; None: always, in evaluation too."""
     top_k: TopKSchedule | None = None
     """Experts per token while training goes on; None: always `num_experts_per_tok`."""
+    freeze_at: int | None = None
+    """From this step on the weight stays as it is (its gradient is zero, and whoever steps the
+    optimizer leaves it out); the rest of the state goes on."""
+    capacity: float | None = None
+    """Most tokens of an expert while training, as a multiple of the mean; what exceeds it is
+    dropped. Evaluation drops nothing."""
+    capacity_drop: str = "probability"
+    """Which tokens of a full expert are dropped: those of the lowest gate (probability), or the
+    last ones (position)."""
+    capacity_until: int | None = None
+    """Last step with a limit; None: to the end."""
+    l1_start: float | None = None
+    """First weight of the penalty that keeps `score="relu"` sparse; see `moe.balance.l1_loss`."""
+    l1_factor: float = 1.2
+    """By which that weight rises after a step with more than K experts per token on average, and
+    falls otherwise (ReMoE, arXiv 2412.14711)."""
 
     def __post_init__(self) -> None:
         if self.bias_update not in BIAS_UPDATES:
@@ -92,10 +109,22 @@ class RouterControl:
                 f"bias_anneal={self.bias_anneal} must be two steps, the first before the second"
             )
 
+        if self.capacity is not None and not (math.isfinite(self.capacity) and self.capacity > 0):
+            raise ValueError(f"capacity={self.capacity} must be a finite number above 0, or None")
+        if self.capacity_drop not in DROPS:
+            raise ValueError(
+                f"capacity_drop={self.capacity_drop!r} is unknown; allowed: {', '.join(DROPS)}"
+            )
+        if self.l1_start is not None and not (math.isfinite(self.l1_start) and self.l1_start > 0):
+            raise ValueError(f"l1_start={self.l1_start} must be a finite number above 0, or None")
+        if not (math.isfinite(self.l1_factor) and self.l1_factor > 1):
+            raise ValueError(f"l1_factor={self.l1_factor} must be a finite number above 1")
+
     @property
     def stateful(self) -> bool:
         """Whether `update_routers` has anything to do."""
-        return self.bias_update != "none" or self.keep_load or self.ema is not None
+        several = (self.ema, self.l1_start)
+        return self.bias_update != "none" or self.keep_load or any(s is not None for s in several)
 
 
 def routers_of(model: nn.Module) -> list[Router]:
@@ -128,6 +157,15 @@ def begin_step(model: nn.Module, step: int) -> list[str]:
         router.select_by_ema = by_ema
         if control.top_k is not None and (change := _set_top_k(router, control.top_k, step)):
             said[change] = None
+        until = control.capacity_until
+        capacity = control.capacity if until is None or step <= until else None
+        if router.capacity is not None and capacity is None:
+            said["no expert drops tokens from now on"] = None
+        router.capacity = capacity
+        frozen = control.freeze_at is not None and step >= control.freeze_at
+        if frozen and not router.frozen:
+            said["the routers' weights stay as they are from now on"] = None
+        router.frozen = frozen
     return list(said)
 
 
@@ -209,6 +247,8 @@ def update_routers(
             _assign([r.load_E for r in mine], seen.counts_E.float(), done_L)
         if control.ema is not None:
             _update_ema(mine, control.ema, applied)
+        if control.l1_start is not None:
+            _update_l1(mine, seen, control.l1_factor, done_L)
 
 
 def _layers(stats: RouterStats, layers: Sequence[int]) -> RouterStats:
@@ -273,3 +313,13 @@ def _update_ema(routers: Sequence[Router], decay: float, applied: Tensor | None)
         return
     for average, weight in zip(averages, weights):
         average.copy_(torch.where(applied > 0, torch.lerp(average, weight, 1 - decay), average))
+
+
+def _update_l1(
+    routers: Sequence[Router], stats: RouterStats, factor: float, done_L: Tensor
+) -> None:
+    wanted = routers[0].config.num_experts_per_tok
+    dense_L = stats.counts_E.double().sum(dim=1) > wanted * stats.tokens.double()
+    coefs = [router.l1_coef for router in routers]
+    coef_L = torch.stack(coefs)
+    _assign(coefs, torch.where(dense_L, coef_L * factor, coef_L / factor), done_L)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.balance import quantiles, sequence_sum
+from moe.capacity import limit_capacity
 from moe.control import RouterControl
 from moe.experts import SAVE, experts
 from moe.kernels._triton import BACKENDS
@@ -24,7 +25,8 @@ from moe.kernels.activations import activation_width
 from moe.kernels.topk_gating import Gating
 from moe.metrics import RouterStats
 from moe.rounding import RoundingConfig, round_tokens
-from moe.router import Router, check_router, probabilities, selection_keys
+from moe.router import Router, probabilities, selection_keys
+from moe.router_checks import check_router
 from moe.routing import Routing
 from moe.sparse.experts import check_spmm
 
@@ -48,7 +50,11 @@ class MoEConfig:
     num_experts_per_tok: int
     """K."""
     score: str = "softmax"
-    """softmax | sigmoid | sqrtsoftplus | identity; definitions in `moe.kernels.topk_gating`."""
+    """softmax | sigmoid | sqrtsoftplus | identity; definitions in `moe.kernels.topk_gating`. Or
+    relu: a token goes to every expert whose logit is above zero, with that as its gate; K is what
+    `control.l1_start` makes the mean (ReMoE, arXiv 2412.14711)."""
+    relu_most: int | None = None
+    """Most experts of a token with score="relu"; None: all, 64 at most."""
     norm: str = "topk_sum"
     """How gates come from scores: topk_sum (they sum to 1), none, softmax_topk."""
     route_scale: float = 1.0
@@ -68,6 +74,11 @@ class MoEConfig:
     """Round each expert's tokens to whole tiles while training; evaluation is plain top-K."""
     sequence_stats: bool = False
     """Measure the balance of each sequence too, for `moe.balance.sequence_loss`."""
+    jitter: float = 0.0
+    """While training, the router's input is multiplied by noise in 1 ± jitter."""
+    expert_dropout: float = 0.0
+    """While training, the probability that an expert cannot be chosen by a token; gates are as
+    without. A token always keeps K experts to choose from."""
     control: RouterControl = field(default_factory=RouterControl)
     """State of the router and how it changes between steps; see `moe.control`."""
     kernels: str = "auto"
@@ -215,9 +226,10 @@ class MoE(nn.Module):
             # gradients
             x_TD = torch.where(valid_T[:, None], x_TD, 0.0)
 
-        logits_TE = self.router.logits(x_TD)
-        select_TE = self.router.selection_logits(x_TD, logits_TE)
-        gating, routing = self._route(logits_TE, valid_T, select_TE)
+        router_x_TD = self.router.jittered(x_TD)
+        logits_TE = self.router.logits(router_x_TD)
+        select_TE = self.router.selection_logits(router_x_TD, logits_TE, valid_T)
+        gating, routing, gate_sum_E = self._route(logits_TE, valid_T, select_TE)
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
@@ -225,6 +237,7 @@ class MoE(nn.Module):
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         select_TE = logits_TE if select_TE is None else select_TE
         stats = self._stats(logits_TE, select_TE, gating, routing, valid_T, sequences)
+        stats = stats._replace(gate_sum_E=gate_sum_E)
         return y_TD.view(x.shape), stats
 
     def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -242,10 +255,14 @@ class MoE(nn.Module):
 
     def _route(
         self, logits_TE: Tensor, valid_T: Tensor | None, select_TE: Tensor | None
-    ) -> tuple[Gating, Routing]:
-        c = self.config
+    ) -> tuple[Gating, Routing, Tensor | None]:
+        c, router = self.config, self.router
+        if c.score == "relu":
+            gating, gate_sum_E = router.rectify(logits_TE, valid_T)
+            routing = Routing.from_topk(gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels)
+            return gating, routing, gate_sum_E
         if self.training and c.rounding is not None:
-            gating = self.router.choose(logits_TE, valid_T, select_TE)
+            gating = router.choose(logits_TE, valid_T, select_TE)
             routing = round_tokens(
                 logits_TE,
                 gating,
@@ -255,11 +272,16 @@ class MoE(nn.Module):
                 scale=c.route_scale,
                 backend=c.kernels,
             )
-            return gating, routing
-        gating, meta = self.router.choose_and_sort(logits_TE, valid_T, select_TE)
-        return gating, Routing.from_topk(
+            return gating, routing, None
+        gating, meta = router.choose_and_sort(logits_TE, valid_T, select_TE)
+        routing = Routing.from_topk(
             gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels, meta
         )
+        if self.training and router.capacity is not None:
+            routing = limit_capacity(
+                routing, gating, router.capacity, c.control.capacity_drop, c.kernels
+            )
+        return gating, routing, None
 
     def _stats(
         self,
@@ -298,6 +320,13 @@ class MoE(nn.Module):
             rows_E=routing.counts_E,
             quantile_sum_E=quantile_E,
         )
+
+    @property
+    def draws(self) -> bool:
+        """Whether a forward pass in training mode draws random numbers."""
+        c = self.config
+        rounding = c.rounding is not None and c.rounding.variant in ("stochastic", "systematic")
+        return bool(c.jitter or c.expert_dropout or rounding)
 
     def extra_repr(self) -> str:
         c = self.config

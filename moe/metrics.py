@@ -40,6 +40,7 @@ class RouterStats(NamedTuple):
     nonfinite: Tensor  # int32: tokens whose logits held NaN or +inf, or too few usable experts
     rows_E: Tensor  # int32: rows that each expert computes, after rounding
     # None where the layer does not measure it:
+    gate_sum_E: Tensor | None = None  # fp32, differentiable: sum of the gates of score="relu"
     quantile_sum_E: Tensor | None = None  # fp32: tokens * thresholds of `moe.balance.quantiles`
 
     @classmethod

@@ -21,23 +21,20 @@ from moe.kernels.router_logits import router_logits
 from moe.kernels.routing_metadata import RoutingMetadata
 from moe.kernels.topk_gating import (
     GROUP_FLOOR,
-    NORMS,
-    SCORES,
+    MOST_PER_TOKEN,
     Gating,
     _scores,
     sanitised,
     topk_gating,
     topk_routing,
 )
+from moe.router_checks import RENORMALISED, check_router
 from moe.top_k import soften
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moe.layer import MoEConfig
-
-# Gates that sum to a constant by construction: with one expert per token the gate is that constant.
-RENORMALISED = ("topk_sum", "softmax_topk")
 
 
 def gates_at(
@@ -64,7 +61,7 @@ def gates_at(
         elif score == "sqrtsoftplus":
             gate_TK = F.softplus(picked_TK).sqrt()
         else:
-            gate_TK = picked_TK
+            gate_TK = picked_TK.relu() if score == "relu" else picked_TK
         gate_TK = gate_TK.masked_fill(none_TK, 0.0)
         if norm == "topk_sum":
             gate_TK = gate_TK / (gate_TK.sum(dim=1, keepdim=True) + 1e-20)
@@ -85,7 +82,10 @@ def probabilities(logits_TE: Tensor, score: str, valid_T: Tensor | None = None) 
     if score in ("softmax", "identity"):
         prob_TE = torch.softmax(z_TE, dim=1)
     else:
-        score_TE = torch.sigmoid(z_TE) if score == "sigmoid" else F.softplus(z_TE).sqrt()
+        if score == "relu":
+            score_TE = torch.where(z_TE > -math.inf, z_TE, 0.0).relu()
+        else:
+            score_TE = torch.sigmoid(z_TE) if score == "sigmoid" else F.softplus(z_TE).sqrt()
         prob_TE = score_TE / (score_TE.sum(dim=1, keepdim=True) + 1e-20)
     return torch.where(use_T[:, None], prob_TE, 0.0)
 
@@ -102,7 +102,7 @@ def kept_groups(key_TE: Tensor, groups: int, groups_kept: int, top: int) -> Tens
 
 
 def selection_keys(
-    logits_TE: Tensor, config: MoEConfig, bias_E: Tensor, valid_T: Tensor | None = None
+    logits_TE: Tensor, config: MoEConfig, bias_E: Tensor | None, valid_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Scores and biased scores [T, E], without gradient; -inf where an expert cannot be chosen."""
     with torch.no_grad():
@@ -116,11 +116,22 @@ def selection_keys(
             hopeless_T1 = ~usable_TE  # these scores are elementwise and want finite logits
         score_TE = _scores(torch.where(hopeless_T1, 0.0, z_TE), config.score)
         score_TE = torch.where(usable_TE, score_TE, -math.inf)
-        key_TE = score_TE + bias_E
+        # Without a bias the logits chose: the same order, and no ties where the score saturates.
+        key_TE = torch.where(usable_TE, z_TE, -math.inf) if bias_E is None else score_TE + bias_E
         if config.groups_kept < config.groups:
             kept_TE = kept_groups(key_TE, config.groups, config.groups_kept, config.group_top)
             key_TE = key_TE.masked_fill(~kept_TE, -math.inf)
         return score_TE, key_TE
+
+
+def _left(key_TE: Tensor, masked_TE: Tensor, k: int) -> Tensor:
+    """bool [T, E]: what is not masked, and the best of the masked where fewer than k are left."""
+    # Shifted below all others; that the shift rounds matters only between masked experts.
+    finite_TE = torch.where(key_TE > -math.inf, key_TE, 0.0)
+    span_T1 = finite_TE.amax(dim=1, keepdim=True) - finite_TE.amin(dim=1, keepdim=True) + 1.0
+    ranked_TE = torch.where(masked_TE, key_TE - span_T1, key_TE)
+    best_TK = torch.topk(ranked_TE, k, dim=1).indices
+    return (~masked_TE).scatter(1, best_TK, True)
 
 
 class Router(nn.Module):
@@ -135,10 +146,13 @@ class Router(nn.Module):
         load_E: buffer [E] or None; tokens per expert in the last step (`control.keep_load`).
         weight_ema: buffer [E, D] or None; average of the weight (`control.ema`).
         kappa: buffer [] or None; the real number of experts per token (`control.top_k.soft`).
+        l1_coef: buffer [] or None; weight of the penalty of `score="relu"`.
         k: experts per token now, while training.
         fading: whether the last of them fades out now, by `kappa`.
         scheduled_evaluation: whether evaluation too takes `k` experts, and not those of the end.
         select_by_ema: whether `weight_ema` selects the experts now.
+        capacity: the limit of `control.capacity` now, or None.
+        frozen: whether the weight stays as it is now.
     """
 
     def __init__(self, config: MoEConfig, device: torch.device | str | None = None) -> None:
@@ -157,11 +171,15 @@ class Router(nn.Module):
         self.add_state("weight_ema", None if control.ema is None else weight_ED.shape, device)
         soft = control.top_k is not None and control.top_k.soft
         self.add_state("kappa", () if soft else None, device, config.num_experts_per_tok)
+        l1 = control.l1_start
+        self.add_state("l1_coef", None if l1 is None else (), device, start=l1 or 0.0)
         # What follows from the number of the step; set by `moe.control.begin_step`.
         self.k = config.num_experts_per_tok
         self.fading = False
         self.scheduled_evaluation = False
         self.select_by_ema = control.ema is not None
+        self.capacity = control.capacity
+        self.frozen = False
         self.reset_parameters()
 
     def add_state(
@@ -220,14 +238,36 @@ class Router(nn.Module):
                 f"router.weight is {self.weight.dtype}, allowed: float32. Module casts leave it "
                 "alone; a mixed-precision wrapper must be told to leave the router out"
             )
-        return router_logits(x_TD, self.weight, self.config.kernels)
+        weight_ED = self.weight.detach() if self.frozen else self.weight
+        return router_logits(x_TD, weight_ED, self.config.kernels)
 
-    def selection_logits(self, x_TD: Tensor, logits_TE: Tensor) -> Tensor | None:
+    def jittered(self, x_TD: Tensor) -> Tensor:
+        """While training, x with every element times U(1 - jitter, 1 + jitter) (Switch
+        Transformer, arXiv 2101.03961); float32, for the router alone."""
+        size = self.config.jitter
+        if not self.training or not size:
+            return x_TD
+        wide_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
+        return wide_TD * (1 - size + 2 * size * torch.rand_like(wide_TD))
+
+    def selection_logits(
+        self, x_TD: Tensor, logits_TE: Tensor, valid_T: Tensor | None = None
+    ) -> Tensor | None:
         """What the experts are chosen by, where it is not `logits_TE`; [T, E] without gradient."""
-        if not self.select_by_ema:
+        dropout = self.config.expert_dropout if self.training else 0.0
+        if not self.select_by_ema and not dropout:
             return None
         with torch.no_grad():
-            return router_logits(x_TD.detach(), self.weight_ema, self.config.kernels)
+            select_TE = logits_TE.detach()
+            if self.select_by_ema:
+                select_TE = router_logits(x_TD.detach(), self.weight_ema, self.config.kernels)
+            if dropout:
+                key_TE = selection_keys(select_TE, self.config, self.selection_bias, valid_T)[1]
+                masked_TE = torch.rand_like(key_TE) < dropout
+                select_TE = select_TE.masked_fill(
+                    ~_left(key_TE, masked_TE, self.active_k), -math.inf
+                )
+            return select_TE
 
     def choose(
         self,
@@ -266,6 +306,45 @@ class Router(nn.Module):
             gating = self._regated(logits_TE, gating, chosen)
         return gating._replace(gate_TK=self.fade(gating.gate_TK)), meta
 
+    def rectify(self, logits_TE: Tensor, valid_T: Tensor | None = None) -> tuple[Gating, Tensor]:
+        """Gates relu(logits), for as many experts per token as are above zero, `slots` at most
+        (ReMoE, arXiv 2412.14711); expert -1 where there is none.
+
+        Returns:
+            The gating, [T, slots], and the sum over tokens of the uncapped gates [E], both
+            differentiable.
+        """
+        backend = self.config.kernels
+        found = topk_gating(
+            logits_TE, self.slots, score="identity", norm="none", valid_T=valid_T, backend=backend
+        )
+        gate_TK = found.gate_TK.relu()
+        on_TK = gate_TK > 0
+        expert_TK = torch.where(on_TK, found.expert_TK, -1)
+        gate_TK = torch.where(on_TK, gate_TK, 0.0)
+        counts_E = torch.zeros_like(found.counts_E).scatter_add(
+            0, expert_TK.clamp(min=0).long().reshape(-1), on_TK.reshape(-1).to(torch.int32)
+        )
+        z_TE = sanitised(logits_TE)
+        gate_TE = torch.where(z_TE > -math.inf, z_TE, 0.0).relu()
+        if valid_T is not None:
+            gate_TE = torch.where(valid_T[:, None], gate_TE, 0.0)
+        gating = found._replace(
+            expert_TK=expert_TK,
+            gate_TK=gate_TK * self.config.route_scale,
+            counts_E=counts_E,
+            prob_sum_E=probabilities(logits_TE, "relu", valid_T).sum(dim=0),
+        )
+        return gating, gate_TE.sum(dim=0)
+
+    @property
+    def slots(self) -> int:
+        """Places for experts that every token has."""
+        if self.config.score != "relu":
+            return self.active_k
+        most = self.config.relu_most
+        return min(self.config.num_experts, MOST_PER_TOKEN) if most is None else most
+
     def _regated(self, logits_TE: Tensor, gating: Gating, chosen: Gating) -> Gating:
         """`gating` with the experts of `chosen`, whose gates come from `logits_TE`."""
         c = self.config
@@ -292,7 +371,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, valid_T: Tensor | None = None) -> Gating:
         logits_TE = self.logits(x_TD)
-        return self.choose(logits_TE, valid_T, self.selection_logits(x_TD, logits_TE))
+        return self.choose(logits_TE, valid_T, self.selection_logits(x_TD, logits_TE, valid_T))
 
     def extra_repr(self) -> str:
         c = self.config
@@ -321,100 +400,3 @@ class Router(nn.Module):
 
 def _narrow(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64)
-
-
-def check_router(config: MoEConfig) -> None:
-    """Refuse what no router can do.
-
-    Raises:
-        ValueError: naming the field, its value and what is allowed.
-    """
-    experts, k = config.num_experts, config.num_experts_per_tok
-    if not 1 <= k <= experts:
-        raise ValueError(
-            f"num_experts_per_tok={k} is not possible with num_experts={experts}; "
-            f"allowed: 1 to {experts}"
-        )
-    if config.score not in SCORES:
-        raise ValueError(f"score={config.score!r} is unknown; allowed: {', '.join(SCORES)}")
-    if config.norm not in NORMS:
-        raise ValueError(f"norm={config.norm!r} is unknown; allowed: {', '.join(NORMS)}")
-    if k == 1 and config.norm in RENORMALISED:
-        # minimind#858: such a router is trained by nothing but the auxiliary losses
-        raise ValueError(
-            f"num_experts_per_tok=1 with norm={config.norm!r} makes every gate the constant "
-            f"{config.route_scale:g}: the router would get no gradient from the loss; "
-            "allowed with one expert per token: norm='none'"
-        )
-    if config.score == "identity" and config.norm == "topk_sum":
-        raise ValueError(
-            "norm='topk_sum' divides by the sum of the scores, which can be zero or negative with "
-            "score='identity'; allowed with it: 'none', 'softmax_topk'"
-        )
-    if not (math.isfinite(config.route_scale) and config.route_scale > 0):
-        raise ValueError(f"route_scale={config.route_scale} must be a finite number above 0")
-    _check_bias_update(config)
-    if config.control.top_k is not None:
-        _check_top_k(config)
-    groups, kept = config.groups, config.groups_kept
-    if groups < 1 or experts % groups:
-        raise ValueError(f"groups={groups} must be at least 1 and divide num_experts={experts}")
-    if not 1 <= kept <= groups:
-        raise ValueError(f"groups_kept={kept} must be between 1 and groups={groups}")
-    size = experts // groups
-    if kept * size < k:
-        raise ValueError(
-            f"groups_kept={kept} groups of {size} experts hold {kept * size} experts, fewer than "
-            f"num_experts_per_tok={k}"
-        )
-    if kept < groups and not 1 <= config.group_top <= size:
-        raise ValueError(
-            f"group_top={config.group_top} must be between 1 and the {size} experts of a group"
-        )
-
-
-def _check_top_k(config: MoEConfig) -> None:
-    schedule, rounding = config.control.top_k, config.rounding
-    choice = config.num_experts // config.groups * config.groups_kept
-    most = choice - (config.control.bias_update == "quantile")  # it looks at the next one too
-    if schedule.start > most:
-        raise ValueError(
-            f"top_k_start={schedule.start} is more than the {most} experts that a token may take "
-            f"of num_experts={config.num_experts}"
-        )
-    if schedule.end != config.num_experts_per_tok:
-        raise ValueError(
-            f"the schedule of K ends at {schedule.end}, num_experts_per_tok is "
-            f"{config.num_experts_per_tok}: evaluation takes that many"
-        )
-    if schedule.soft and rounding is not None and rounding.renorm != "tc":
-        raise ValueError(
-            f"rounding_renorm={rounding.renorm!r} makes gates anew, without those that soft_k=true "
-            "fades; allowed with it: tc"
-        )
-
-
-def _check_bias_update(config: MoEConfig) -> None:
-    control, experts = config.control, config.num_experts
-    if control.bias_update == "none":
-        return
-    if not config.selection_bias:
-        raise ValueError(
-            f"control.bias_update={control.bias_update!r} has no bias to update; it needs "
-            "selection_bias=True"
-        )
-    choice = experts // config.groups * config.groups_kept
-    if choice <= config.num_experts_per_tok:
-        raise ValueError(
-            f"control.bias_update={control.bias_update!r} cannot balance anything: every token "
-            f"takes all {choice} experts that it may choose from; allowed: 'none'"
-        )
-    targets = control.bias_targets
-    if targets is not None and len(targets) != experts:
-        raise ValueError(f"control.bias_targets has {len(targets)} values for {experts} experts")
-    if targets is not None and max(targets) * config.num_experts_per_tok > sum(targets):
-        raise ValueError(
-            f"control.bias_targets asks for more tokens of an expert than there are: its share "
-            f"may be at most 1/{config.num_experts_per_tok} of the sum, got "
-            f"{max(targets) / sum(targets):.3g}"
-        )

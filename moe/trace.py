@@ -235,8 +235,8 @@ def _rerouted(
     c = layer.config
     tokens, device = logits_TE.shape[0], logits_TE.device
     choice, realised = entry.choice, entry.realised
-    k = layer.router.active_k
-    found = (tokens, c.num_experts, k)
+    slots = layer.router.slots
+    found = (tokens, c.num_experts, slots)
     recorded = (choice.num_tokens, choice.num_experts, choice.slots_per_token)
     if found != recorded:
         raise ValueError(
@@ -248,7 +248,7 @@ def _rerouted(
             f"{name}: recorded with token rounding, but rounding=None now does not say how live "
             "gates are normalised; use gates='frozen'"
         )
-    expert_TK = choice.ids_S().to(device).view(tokens, k)
+    expert_TK = choice.ids_S().to(device).view(tokens, slots)
     gate_S = None
     if gates == "live":
         gate_TK = gates_at(logits_TE, expert_TK, c.score, c.norm, c.route_scale)

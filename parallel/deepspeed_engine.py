@@ -82,6 +82,7 @@ class DeepSpeedEngine:
         self._zero = self._engine.optimizer
         self._link(masters)
         self.terms = torch.zeros(num_terms, device=mesh.device)
+        self.routers_frozen = False
         self._sums = GlobalSums(mesh, self.terms, groups)
         self.group_norms = self._sums.group_norms
         self._routers = ShardedAdamW(
@@ -276,7 +277,7 @@ class DeepSpeedEngine:
         if self.settings.clip_norm is not None:
             scale = torch.clamp(norm / self.settings.clip_norm, min=1.0)
         skip = self._outcome.skipped
-        self._routers.step(self._lr, scale, skip)
+        self._routers.step(self._lr, scale, skip, self.routers_frozen)
         device = self._zero.fp32_partitioned_groups_flat[0].device
         self._adamw.grad_scale, self._adamw.found_inf = scale.to(device), skip.to(device)
         return [norm]
@@ -291,7 +292,9 @@ class DeepSpeedEngine:
 
     def lrs(self, lr: float) -> tuple[float, float | None]:
         routers = [self.places[name].group.lr_multiplier for name in self._names["router"]]
-        return lr, (lr * routers[0] if routers else None)
+        if not routers:
+            return lr, None
+        return lr, 0.0 if self.routers_frozen else lr * routers[0]
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -74,6 +74,8 @@ class Engine(Protocol):
     """Parameter of the split model → what it is."""
     terms: Tensor
     """float32: loss terms of the step on this rank; after `step` their sums over ranks."""
+    routers_frozen: bool
+    """Set it to True, and steps leave the routers' weights alone."""
     groups: Sequence[Group]
     group_norms: Tensor
     """float32, of the last step: the norm of each group's gradient, before clipping."""
@@ -251,14 +253,16 @@ class ShardedAdamW:
         """
         self.parts = {name: nn.Parameter(flat) for name, (flat, _) in parts.items()}
         self.places = {name: place for name, (_, place) in parts.items()}
-        rows: dict[tuple[float, float], list[nn.Parameter]] = {}
+        rows: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for name, part in self.parts.items():
-            group = self.places[name].group
-            rows.setdefault((group.lr_multiplier, group.weight_decay), []).append(part)
+            place = self.places[name]
+            group, router = place.group, place.kind == "router"
+            key = (group.lr_multiplier, group.weight_decay, router)
+            rows.setdefault(key, []).append(part)
         self.adamw = torch.optim.AdamW(
             [
-                {"params": members, "weight_decay": decay, "multiplier": multiplier}
-                for (multiplier, decay), members in rows.items()
+                {"params": members, "weight_decay": decay, "multiplier": mult, "router": router}
+                for (mult, decay, router), members in rows.items()
             ],
             betas=settings.betas,
             eps=settings.eps,
@@ -271,11 +275,12 @@ class ShardedAdamW:
                 "exp_avg_sq": torch.zeros_like(part),
             }
 
-    def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
+    def step(self, lr: float, scale: Tensor, skip: Tensor, routers_frozen: bool = False) -> None:
         """Update from the parts' `.grad`, divided by `scale`, unless `skip` is 1."""
         self.adamw.grad_scale, self.adamw.found_inf = scale, skip
         for group in self.adamw.param_groups:
-            group["lr"] = lr * group["multiplier"]
+            frozen = routers_frozen and group["router"]
+            group["lr"] = 0.0 if frozen else lr * group["multiplier"]
         self.adamw.step()
 
     def tensors(self, starts: Mapping[str, int]) -> dict[str, FlatShard]:

@@ -79,6 +79,7 @@ class Fsdp2Engine:
         for name, piece in zip(routers, self._router_grads.split(sizes)):
             self._parameters[name].grad = piece.view_as(self._parameters[name])
         self.terms = torch.zeros(num_terms, device=mesh.device)
+        self.routers_frozen = False
         self._sums = GlobalSums(mesh, self.terms, groups)
         self.group_norms = self._sums.group_norms
 
@@ -147,12 +148,14 @@ class Fsdp2Engine:
         scale = torch.ones_like(norm)
         if self.settings.clip_norm is not None:
             scale = torch.clamp(norm / self.settings.clip_norm, min=1.0)
-        self.optimizer.step(lr, scale, outcome.skipped)
+        self.optimizer.step(lr, scale, outcome.skipped, self.routers_frozen)
         return outcome
 
     def lrs(self, lr: float) -> tuple[float, float | None]:
         routers = [self.places[name].group.lr_multiplier for name in self._named("router")]
-        return lr, (lr * routers[0] if routers else None)
+        if not routers:
+            return lr, None
+        return lr, 0.0 if self.routers_frozen else lr * routers[0]
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from models.transformer import Decoder
     from parallel.engine import Engine
     from parallel.flat_shard import FlatShard
-    from training.config import Config, Plan, RouterConfig
+    from training.config import Config, Plan
+    from training.config_router import RouterConfig
     from training.data import TextTokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,6 +80,27 @@ def rounding(router: RouterConfig) -> RoundingConfig | None:
     )
 
 
+def router_options(config: Config, architecture: ModelConfig, steps: int) -> dict[str, Any]:
+    """Fields of `moe.MoEConfig` that say how this run routes, beyond what the family fixes.
+
+    Args:
+        steps: of the whole run.
+    """
+    router = config.router
+    options = {
+        "score": router.score,
+        "relu_most": router.relu_most,
+        "selection_bias": architecture.has_selection_bias or router.bias_update != "none",
+        "rounding": rounding(router),
+        "sequence_stats": router.balance_coef > 0 and router.balance_scope == "sequence",
+        "router_init_std": router.init_std,
+        "jitter": router.jitter,
+        "expert_dropout": router.expert_dropout,
+        "control": router_control(config, steps),
+    }
+    return options | ({"norm": "none"} if router.score == "relu" else {})
+
+
 def router_control(config: Config, steps: int) -> RouterControl:
     """The state of the routers and how it changes between steps.
 
@@ -96,6 +118,11 @@ def router_control(config: Config, steps: int) -> RouterControl:
         keep_load=router.balance_coef > 0 and router.balance_scope == "lagged",
         ema=router.ema,
         ema_until=last_acting_step(config, "router.ema", steps),
+        freeze_at=router.freeze_at,
+        capacity=router.capacity_factor,
+        capacity_drop=router.capacity_drop,
+        capacity_until=last_acting_step(config, "router.capacity_factor", steps),
+        l1_start=1e-8 if router.score == "relu" else None,  # ReMoE's own
         top_k=top_k_schedule(config, steps),
     )
 
@@ -136,10 +163,7 @@ def make_trainee(
         architecture,
         kernels=config.model.kernels,
         save=config.model.save,
-        rounding=rounding(config.router),
-        control=router_control(config, steps),
-        selection_bias=architecture.has_selection_bias or config.router.bias_update != "none",
-        sequence_stats=config.router.balance_coef > 0 and config.router.balance_scope == "sequence",
+        **router_options(config, architecture, steps),
         # Engines keep float32 master weights as the model's own and cast them for computing.
         dtype=torch.float32 if several else DTYPES[plan.dtype],
         device="meta" if several else device,
@@ -217,9 +241,9 @@ def _first_shards(config: Config, trainee: Trainee) -> None:
     if config.model.init_from:
         load_initial_shards(engine, model, config.model.init_from)
         return
-    shapes, seed = engine.shapes(), config.run.seed
+    shapes, seed, std = engine.shapes(), config.run.seed, config.router.init_std
     engine.fill(
-        lambda name, experts: initial_values(model.config, name, shapes[name], seed, experts)
+        lambda name, experts: initial_values(model.config, name, shapes[name], seed, experts, std)
     )
 
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -32,6 +31,7 @@ from pydantic import (
 
 from models.config import ModelConfig, read_config_json
 from models.config_hf import fields_from_hf
+from training.config_base import Count, Fraction, Positive, Section
 from training.config_checks import check_combinations, refuse_useless, router_defaults
 from training.config_load import (
     ConfigError,
@@ -42,6 +42,7 @@ from training.config_load import (
     models_in,
     read_yaml,
 )
+from training.config_router import RouterConfig
 from training.data.config import DataConfig
 
 if TYPE_CHECKING:
@@ -61,23 +62,6 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: no unknown keys, no silent conversions, no changes after loading."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
 
 
 class RunConfig(Section):
@@ -171,76 +155,6 @@ def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:
         raise ValueError(f"{key}={path!r}: {error}") from None
 
 
-class RouterConfig(Section):
-    """How tokens are spread over experts, and token rounding. docs/routing.md says when to touch
-    what."""
-
-    balance_coef: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the load-balance loss, mean over layers; a balanced layer has the value 1. Empty:
-    0.01, or 0 where a `router.bias_update` balances."""
-    balance_scope: Literal["global", "lagged", "micro", "sequence"] = "global"
-    """Load that the balance loss compares with: the whole step's over all ranks and micro-batches
-    (global; with several micro-batches they are counted in a pass of their own first, a third more
-    arithmetic), that of the step before (lagged, free), each rank's micro-batch's, or each row's of
-    `data.seq_len` tokens (sequence)."""
-    bias_update: Literal["none", "sign", "proportional", "rms", "quantile"] | None = None
-    """How the selection bias follows the load after every step, see moe/control.py. Empty: quantile
-    where the family has such a bias (glm4_moe), none elsewhere."""
-    bias_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Step of the rules sign, proportional and rms."""
-    bias_ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the old bias that the rule quantile keeps."""
-    bias_freeze_at: Positive | None = None
-    """From this step on the selection bias stays as it is; empty: never."""
-    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Decay of an average of the router weights that selects the experts, while the weights
-    themselves give the gates; empty: none."""
-    end_steps: Positive | None = None
-    """The last so many steps train exactly what is exported: a selection bias that the family does
-    not have falls to zero in as many steps before, averaged weights stop selecting."""
-    exportable: bool = True
-    """false: train a router that no transformers family has, and never export it."""
-    z_coef: Annotated[float, Field(ge=0)] = 0.001
-    """Weight of the router z-loss (squared log-sum-exp of the logits)."""
-    rounding: Literal[
-        "none",
-        "nearest",
-        "nearest_even",
-        "up",
-        "down",
-        "balanced",
-        "stochastic",
-        "systematic",
-        "score",
-    ] = "none"
-    """Round each expert's token count to whole tiles in training (SonicMoE, arXiv 2512.14080);
-    evaluation never rounds. The words are explained in moe/rounding.py."""
-    rounding_tile: Positive = 128
-    """Rows of a tile."""
-    rounding_min_tiles: Count = 1
-    """Tiles that every expert with at least one token gets."""
-    rounding_max_tiles: Annotated[float, Field(ge=1.25, le=1024)] | None = None
-    """Most tiles of one expert, as a multiple of the mean; empty: no limit."""
-    rounding_min_mean_tiles: Annotated[float, Field(ge=0)] = 2.0
-    """A micro-batch with fewer tiles per expert than this on average is not rounded."""
-    rounding_protect_top1: bool = False
-    """Never take a token's best expert from it."""
-    rounding_renorm: Literal["tc", "tr", "none"] = "tc"
-    """Denominator of gates: the top-K set (tc), the set after rounding (tr), or none."""
-    top_k_schedule: Literal["none", "steps", "linear", "cosine", "geometric"] = "none"
-    """Start with more experts per token and come down to `model.num_experts_per_tok`, which
-    evaluation and export always take; the curves are in moe/top_k.py."""
-    top_k_start: Positive | None = None
-    """Experts per token in the first step."""
-    top_k_ramp: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Part of the run in which their number falls (all schedules but steps)."""
-    top_k_levels: list[Annotated[list[Positive], Field(min_length=2, max_length=2)]] = []
-    """[step, experts per token] of each change, for the schedule steps."""
-    soft_k: bool = False
-    """Let the last of a token's experts fade out instead of dropping it from one step to the
-    next."""
-
-
 class OptimConfig(Section):
     """Optimizer, learning-rate schedule and what happens to bad steps."""
 
@@ -248,10 +162,7 @@ class OptimConfig(Section):
     """Peak learning rate of AdamW."""
     betas: Annotated[
         list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)
-    ] = [
-        0.9,
-        0.95,
-    ]
+    ] = Field(default_factory=lambda: [0.9, 0.95])
     """Decay of AdamW's first and second moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""

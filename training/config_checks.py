@@ -22,10 +22,10 @@ def router_defaults(config: Config) -> dict[str, Any]:
     if update is None:
         has_bias = config.model.config.has_selection_bias and config.model.config.moe_layers
         update = "quantile" if has_bias else "none"
-    coef = router.balance_coef
+    score, coef = router.score or config.model.config.router_score, router.balance_coef
     if coef is None:
-        coef = 0.01 if update == "none" else 0.0
-    return {"bias_update": update, "balance_coef": coef}
+        coef = 0.01 if update == "none" and score != "relu" else 0.0
+    return {"score": score, "bias_update": update, "balance_coef": coef}
 
 
 # (in what circumstance they do nothing, whether it holds, the settings)
@@ -45,7 +45,32 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     (
         "while router.balance_coef=0",
         lambda c: c.router.balance_coef == 0,
+        ("router.balance_form",),
+    ),
+    (
+        "while router.balance_coef=0",
+        lambda c: c.router.balance_coef == 0 and c.router.score != "relu",
         ("router.balance_scope",),
+    ),
+    (
+        "with another router.score than relu",
+        lambda c: c.router.score != "relu",
+        ("router.relu_most",),
+    ),
+    (
+        "with router.balance_scope=sequence, which is a switch loss",
+        lambda c: c.router.balance_scope == "sequence",
+        ("router.balance_form",),
+    ),
+    (
+        "without router.capacity_factor",
+        lambda c: c.router.capacity_factor is None,
+        ("router.capacity_drop",),
+    ),
+    (
+        "once router.freeze_at=1 freezes the routers before the first step",
+        lambda c: c.router.freeze_at == 1,
+        ("optim.router_lr_multiplier", "optim.router_weight_decay", "router.ema"),
     ),
     (
         "while router.bias_update=none",
@@ -146,6 +171,7 @@ def check_combinations(config: Config) -> None:
     check_exactness(config)
     if config.model.kernels == "spmm":
         _check_spmm(config)
+    _check_router(config)
     if config.router.rounding != "none":
         _check_rounding(config)
     if config.router.top_k_schedule != "none" and config.router.top_k_start is None:
@@ -176,6 +202,63 @@ def _check_spmm(config: Config) -> None:
             f"model.{name}={model.expert_size} with model.kernels='spmm' must be a multiple of 16, "
             "so that blocks do not cross from one expert to the next"
         )
+
+
+def _check_router(config: Config) -> None:
+    """Settings of the router that exclude each other, or that this model gives no room."""
+    router, model = config.router, config.model.config
+    experts, k = model.num_experts, model.num_experts_per_tok
+    groups, kept = model.n_group or 1, model.topk_group or 1
+    choice = experts // groups * kept
+    if router.bias_update != "none" and choice <= k:
+        raise ValueError(
+            f"router.bias_update={router.bias_update!r} cannot balance anything: every token takes "
+            f"all {choice} experts that it may choose from; allowed: none"
+        )
+    if router.expert_dropout and (kept < groups or experts == k):
+        raise ValueError(
+            f"router.expert_dropout={router.expert_dropout:g} needs experts to choose from in "
+            f"every group; allowed with num_experts={experts}, num_experts_per_tok={k}, "
+            f"n_group={groups}, topk_group={kept}: 0"
+        )
+    if router.capacity_factor is not None:
+        if router.rounding != "none":
+            raise ValueError(
+                f"router.capacity_factor={router.capacity_factor:g} and router.rounding="
+                f"{router.rounding!r} both decide how many tokens an expert gets; with rounding "
+                "give router.rounding_max_tiles"
+            )
+        if router.capacity_factor * k >= experts:
+            raise ValueError(
+                f"router.capacity_factor={router.capacity_factor:g} has no effect: no expert can "
+                f"get more than {experts / k:g} times the mean; allowed: below that"
+            )
+    if router.score == "relu":
+        if router.relu_most is not None and not k <= router.relu_most <= experts:
+            raise ValueError(
+                f"router.relu_most={router.relu_most} must be between num_experts_per_tok={k} and "
+                f"num_experts={experts}"
+            )
+        for key, idle in (
+            ("bias_update", "none"),
+            ("ema", None),
+            ("expert_dropout", 0.0),
+            ("capacity_factor", None),
+            ("rounding", "none"),
+            ("top_k_schedule", "none"),
+            ("balance_coef", 0.0),
+        ):
+            if getattr(router, key) != idle:
+                raise ValueError(
+                    f"router.{key}={getattr(router, key)!r} does not go with router.score='relu', "
+                    "which chooses by the sign of a logit and balances by its own penalty; "
+                    f"allowed: {idle!r}"
+                )
+        if groups > 1 or model.has_selection_bias:
+            raise ValueError(
+                f"router.score='relu' knows no groups and no selection bias, which {model.family} "
+                "has; allowed: another family"
+            )
 
 
 def _check_rounding(config: Config) -> None:

@@ -43,6 +43,20 @@ def _never(model: ModelConfig) -> bool:
 
 KNOBS = (
     Knob(
+        "router.score",
+        "other scores than its own",
+        lambda c: c.router.score != c.model.config.router_score,
+        _never,
+        None,
+    ),
+    Knob(
+        "router.capacity_factor",
+        "limit on the tokens of an expert",
+        lambda c: c.router.capacity_factor is not None,
+        _never,
+        "switched off",
+    ),
+    Knob(
         "router.bias_update",
         "selection bias",
         lambda c: c.router.bias_update != "none",

@@ -36,7 +36,7 @@ from training.optim import TERMS, MasterAdamW, Outcome
 
 if TYPE_CHECKING:
     from parallel.engine import Engine
-    from training.config import RouterConfig
+    from training.config_router import RouterConfig
     from training.data import Batch
 
 REASONS = {1: "not finite", 2: "spike", 3: "after a stop"}
@@ -105,6 +105,7 @@ def train_step(
     stats: RouterStats | None = None
     batches = [batch.to(device, non_blocking=True) for batch in batches]
     load_LE = load_before(model, batches, router.balance_scope, world)
+    l1_L, k = _penalty(model)
     for number, batch in enumerate(batches, 1):
         with optimizer.micro_batch(last=number == len(batches)):
             out = model(
@@ -121,13 +122,16 @@ def train_step(
                 stats = seen if stats is None else stats.plus(seen)
                 if router.balance_scope == "global" and load_LE is None:
                     load_LE = sum_(world, seen.counts_E.clone())
-                auxiliary, values = router_losses(out.router, totals.tokens, router, load_LE)
+                auxiliary, values = router_losses(
+                    out.router, totals.tokens, router, load_LE, l1_L, k
+                )
                 loss = attach_loss(loss, auxiliary)
                 terms += values
                 if keep is not None:
                     keep.counts_LE = seen.counts_E
             optimizer.backward(loss)
         optimizer.terms[: len(terms)] += torch.stack(terms).detach()
+    optimizer.routers_frozen = any(router.frozen for router in routers_of(model))
     outcome = optimizer.step(lr)
     if stats is not None and needs_update(model):
         flat, unpack = pack(stats)
@@ -145,21 +149,32 @@ def train_step(
 
 
 def router_losses(
-    stats: RouterStats, step_tokens: int, router: RouterConfig, load_LE: Tensor | None
+    stats: RouterStats,
+    step_tokens: int,
+    router: RouterConfig,
+    load_LE: Tensor | None,
+    l1_L: Tensor | None = None,
+    k: int = 1,
 ) -> tuple[Tensor, list[Tensor]]:
     """A micro-batch's share of the auxiliary loss, and of the balance and z values for the log.
+
+    Args:
+        load_LE: to compare with; the micro-batch's own when None.
+        l1_L, k: weights of the penalty of the score relu, and the experts per token it aims at.
 
     The coefficients weigh means over layers, so a deeper model is not balanced harder.
     """
     layers = stats.tokens.shape[0]
     by_sequence = router.balance_scope == "sequence"
-    coef = router.balance_coef / layers
+    form = "sequence" if by_sequence else router.balance_form
+    coefs = {"switch": "balance_coef", "cv2": "cv2_coef", "sequence": "sequence_coef"}
     auxiliary = auxiliary_loss(
         stats,
         step_tokens=step_tokens,
-        balance_coef=0.0 if by_sequence else coef,
-        sequence_coef=coef if by_sequence else 0.0,
+        **{coefs[form]: router.balance_coef / layers},
         z_coef=router.z_coef / layers,
+        l1_coef=None if l1_L is None else l1_L / layers,
+        k=k,
         counts_E=load_LE,
     )
     with torch.no_grad():
@@ -167,6 +182,15 @@ def router_losses(
         share_L = stats.tokens / step_tokens / layers
         values = [(share_L * value_L).sum() for value_L in (balance_L, z_loss(stats))]
     return auxiliary, values
+
+
+def _penalty(model: nn.Module) -> tuple[Tensor | None, int]:
+    """Weights [L] of the penalty of the score relu, if that is in use, and the K it aims at."""
+    routers = routers_of(model)
+    if not routers or routers[0].l1_coef is None:
+        return None, 1
+    l1_L = torch.stack([router.l1_coef for router in routers])
+    return l1_L, routers[0].config.num_experts_per_tok
 
 
 def load_before(

@@ -264,6 +264,7 @@ class MasterAdamW:
             )
         self.groups = groups
         self.clip_norm = clip_norm
+        self.routers_frozen = False  # True: steps leave the routers' weights alone
         self.flats = [_Flat(group) for group in groups]
         device = self.flats[0].master.device
         size = sum(flat.size for flat in self.flats)
@@ -344,7 +345,8 @@ class MasterAdamW:
         self.adamw.grad_scale = scale
         self.adamw.found_inf = outcome.skipped
         for group, flat in zip(self.adamw.param_groups, self.flats):
-            group["lr"] = lr * flat.group.lr_multiplier
+            frozen = self.routers_frozen and flat.group.name.startswith(ROUTER)
+            group["lr"] = 0.0 if frozen else lr * flat.group.lr_multiplier
         self.adamw.step()
         self._round_to_model()
         return outcome
@@ -357,7 +359,9 @@ class MasterAdamW:
     def lrs(self, lr: float) -> tuple[float, float | None]:
         """Learning rate of the weights and of the routers (None without routers)."""
         router = [g.lr_multiplier for g in self.groups if g.name.startswith(ROUTER)]
-        return lr, (lr * router[0] if router else None)
+        if not router:
+            return lr, None
+        return lr, 0.0 if self.routers_frozen else lr * router[0]
 
     # --- checkpoints ----------------------------------------------------------------------------
 

@@ -33,7 +33,15 @@ def stats_of(counts, quantile=None) -> RouterStats:
     tokens_L = counts_LE.sum(dim=1).float()
     quantile_LE = None if quantile is None else tokens_L * torch.tensor([quantile])
     return RouterStats(
-        counts_LE, zero_LE, zero_L, zero_L, zero_L, tokens_L, zero_L, zero_LE, quantile_LE
+        counts_LE,
+        zero_LE,
+        zero_L,
+        zero_L,
+        zero_L,
+        tokens_L,
+        zero_L,
+        zero_LE,
+        quantile_sum_E=quantile_LE,
     )
 
 

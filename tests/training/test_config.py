@@ -118,6 +118,20 @@ MISTAKES = [
     # settings that another setting makes useless
     ("router.rounding_tile=64", "router.rounding_tile=64 has no effect while router.rounding=none"),
     ("router.rounding_protect_top1=true", "has no effect while router.rounding=none"),
+    (
+        "router.capacity_factor=4.5 router.end_steps=2",
+        "no expert can get more than 4 times",
+    ),
+    ("router.capacity_factor=1.5 router.end_steps=2 router.rounding=nearest", "both decide"),
+    ("router.score=relu router.exportable=false router.ema=0.5", "router.ema=0.5 does not go with"),
+    (
+        "router.score=relu router.exportable=false router.balance_coef=0.1",
+        "router.balance_coef=0.1",
+    ),
+    ("router.expert_dropout=0.5 model.num_experts_per_tok=8", "router.expert_dropout=0.5 needs"),
+    ("router.balance_form=cv2 router.balance_scope=sequence", "which is a switch loss"),
+    ("router.freeze_at=1 optim.router_lr_multiplier=0.5", "freezes the routers before the first"),
+    ("router.bias_update=sign router.end_steps=1 model.num_experts_per_tok=8", "cannot balance"),
     ("router.balance_coef=0 router.balance_scope=micro", "no effect while router.balance_coef=0"),
     ("optim.schedule=constant optim.min_lr_ratio=0.1", "with optim.schedule=constant"),
     ("optim.schedule=cosine optim.decay_fraction=0.5", "with optim.schedule=cosine"),

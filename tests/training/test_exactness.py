@@ -22,6 +22,12 @@ GLM = ["model.family=glm4_moe", "model.first_k_dense_replace=0"]
     [
         ("router.bias_update=sign", "'sign' cannot be exported: qwen3_moe has no selection bias"),
         ("router.ema=0.9", "router.ema=0.9 cannot be exported: qwen3_moe has no selection by"),
+        (
+            "router.score=sigmoid",
+            "'sigmoid' cannot be exported: qwen3_moe has no other",
+        ),
+        ("router.score=relu router.end_steps=2", "allowed only with router.exportable=false"),
+        ("router.capacity_factor=1.25", "has no limit on the tokens of an expert. Give router.end"),
         ("router.end_steps=2", "router.end_steps=2 has no effect: all that this router does"),
         ("router.exportable=false", "router.exportable=False has no effect"),
         ("router.ema=0.9 router.end_steps=4", "must be less than half of the run's 8 steps"),
@@ -51,12 +57,14 @@ def metrics(folder):
 
 def test_a_run_ends_as_what_is_exported(tiny_config, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    knobs = ["router.ema=0.5", "router.bias_update=quantile", "router.end_steps=2"]
+    knobs = ["router.ema=0.5", "router.bias_update=quantile", "router.capacity_factor=1.2"]
+    knobs += ["router.jitter=0.01", "router.expert_dropout=0.1", "router.freeze_at=8"]
+    knobs += ["router.end_steps=2"]
     words = [*knobs, "run.name=ends", "train.steps=8", "checkpoint.every_steps=4"]
     assert train.main([str(tiny_config), *words]) == 0
     folder = tmp_path / "runs" / "ends"
     changes = events(folder, "router_change")
-    assert [line["step"] for line in changes] == [5, 7, 7]
+    assert [line["step"] for line in changes] == [5, 7, 7, 7, 8]
     losses = {line["step"]: line["loss"] for line in metrics(folder)}
     assert all(line["loss"] == losses[line["step"]] for line in changes)
     assert events(folder, "export_check")[-1]["exact"] is True

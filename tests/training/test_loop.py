@@ -35,7 +35,9 @@ ROWS, LENGTH = 8, 12
 
 
 def router(balance: float = 0.0, z: float = 0.0, scope: str = "micro"):
-    return types.SimpleNamespace(balance_coef=balance, z_coef=z, balance_scope=scope)
+    return types.SimpleNamespace(
+        balance_coef=balance, z_coef=z, balance_scope=scope, balance_form="switch"
+    )
 
 
 def build(dtype: torch.dtype = torch.float32):

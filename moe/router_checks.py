@@ -1,0 +1,175 @@
+"""What no router can do, refused by name before one is built."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from moe.kernels.topk_gating import NORMS, SCORES
+
+if TYPE_CHECKING:
+    from moe.layer import MoEConfig
+
+# Gates that sum to a constant by construction: with one expert per token the gate is that constant.
+RENORMALISED = ("topk_sum", "softmax_topk")
+
+
+def check_router(config: MoEConfig) -> None:
+    """Refuse what no router can do.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    experts, k = config.num_experts, config.num_experts_per_tok
+    if not 1 <= k <= experts:
+        raise ValueError(
+            f"num_experts_per_tok={k} is not possible with num_experts={experts}; "
+            f"allowed: 1 to {experts}"
+        )
+    if config.score not in (*SCORES, "relu"):
+        raise ValueError(f"score={config.score!r} is unknown; allowed: {', '.join(SCORES)}, relu")
+    if config.norm not in NORMS:
+        raise ValueError(f"norm={config.norm!r} is unknown; allowed: {', '.join(NORMS)}")
+    if k == 1 and config.norm in RENORMALISED:
+        # minimind#858: such a router is trained by nothing but the auxiliary losses
+        raise ValueError(
+            f"num_experts_per_tok=1 with norm={config.norm!r} makes every gate the constant "
+            f"{config.route_scale:g}: the router would get no gradient from the loss; "
+            "allowed with one expert per token: norm='none'"
+        )
+    if config.score == "identity" and config.norm == "topk_sum":
+        raise ValueError(
+            "norm='topk_sum' divides by the sum of the scores, which can be zero or negative with "
+            "score='identity'; allowed with it: 'none', 'softmax_topk'"
+        )
+    if not (math.isfinite(config.route_scale) and config.route_scale > 0):
+        raise ValueError(f"route_scale={config.route_scale} must be a finite number above 0")
+    _check_bias_update(config)
+    if config.control.top_k is not None:
+        _check_top_k(config)
+    _check_noise(config)
+    _check_capacity(config)
+    if config.score == "relu":
+        _check_relu(config)
+    elif config.relu_most is not None or config.control.l1_start is not None:
+        name = "relu_most" if config.relu_most is not None else "control.l1_start"
+        raise ValueError(f"{name} has no effect with score={config.score!r}; it is for 'relu'")
+    groups, kept = config.groups, config.groups_kept
+    if groups < 1 or experts % groups:
+        raise ValueError(f"groups={groups} must be at least 1 and divide num_experts={experts}")
+    if not 1 <= kept <= groups:
+        raise ValueError(f"groups_kept={kept} must be between 1 and groups={groups}")
+    size = experts // groups
+    if kept * size < k:
+        raise ValueError(
+            f"groups_kept={kept} groups of {size} experts hold {kept * size} experts, fewer than "
+            f"num_experts_per_tok={k}"
+        )
+    if kept < groups and not 1 <= config.group_top <= size:
+        raise ValueError(
+            f"group_top={config.group_top} must be between 1 and the {size} experts of a group"
+        )
+
+
+def _check_top_k(config: MoEConfig) -> None:
+    schedule, rounding = config.control.top_k, config.rounding
+    choice = config.num_experts // config.groups * config.groups_kept
+    most = choice - (config.control.bias_update == "quantile")  # it looks at the next one too
+    if schedule.start > most:
+        raise ValueError(
+            f"top_k_start={schedule.start} is more than the {most} experts that a token may take "
+            f"of num_experts={config.num_experts}"
+        )
+    if schedule.end != config.num_experts_per_tok:
+        raise ValueError(
+            f"the schedule of K ends at {schedule.end}, num_experts_per_tok is "
+            f"{config.num_experts_per_tok}: evaluation takes that many"
+        )
+    if schedule.soft and rounding is not None and rounding.renorm != "tc":
+        raise ValueError(
+            f"rounding_renorm={rounding.renorm!r} makes gates anew, without those that soft_k=true "
+            "fades; allowed with it: tc"
+        )
+
+
+def _check_bias_update(config: MoEConfig) -> None:
+    control, experts = config.control, config.num_experts
+    if control.bias_update == "none":
+        return
+    if not config.selection_bias:
+        raise ValueError(
+            f"control.bias_update={control.bias_update!r} has no bias to update; it needs "
+            "selection_bias=True"
+        )
+    choice = experts // config.groups * config.groups_kept
+    if choice <= config.num_experts_per_tok:
+        raise ValueError(
+            f"control.bias_update={control.bias_update!r} cannot balance anything: every token "
+            f"takes all {choice} experts that it may choose from; allowed: 'none'"
+        )
+    targets = control.bias_targets
+    if targets is not None and len(targets) != experts:
+        raise ValueError(f"control.bias_targets has {len(targets)} values for {experts} experts")
+    if targets is not None and max(targets) * config.num_experts_per_tok > sum(targets):
+        raise ValueError(
+            f"control.bias_targets asks for more tokens of an expert than there are: its share "
+            f"may be at most 1/{config.num_experts_per_tok} of the sum, got "
+            f"{max(targets) / sum(targets):.3g}"
+        )
+
+
+def _check_noise(config: MoEConfig) -> None:
+    for name in ("jitter", "expert_dropout"):
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise ValueError(f"{name}={value} must be at least 0 and below 1")
+    if config.expert_dropout and config.groups_kept < config.groups:
+        raise ValueError(
+            f"expert_dropout={config.expert_dropout} could leave a kept group with too few "
+            f"experts; allowed with groups_kept={config.groups_kept} of {config.groups} groups: 0"
+        )
+    if config.expert_dropout and config.num_experts_per_tok == config.num_experts:
+        raise ValueError(
+            f"expert_dropout={config.expert_dropout} has no effect when a token takes all "
+            f"{config.num_experts} experts; allowed: 0"
+        )
+
+
+def _check_capacity(config: MoEConfig) -> None:
+    capacity, k = config.control.capacity, config.num_experts_per_tok
+    if capacity is None:
+        return
+    if config.rounding is not None:
+        raise ValueError(
+            f"control.capacity={capacity} and rounding both decide how many tokens an expert "
+            "gets; with rounding, limit them by rounding.max_tiles"
+        )
+    if capacity * k >= config.num_experts:
+        raise ValueError(
+            f"control.capacity={capacity} has no effect: no expert can get more than "
+            f"{config.num_experts / k:g} times the mean; allowed: below that"
+        )
+
+
+def _check_relu(config: MoEConfig) -> None:
+    for name, value, allowed in (
+        ("norm", config.norm, "none"),
+        ("selection_bias", config.selection_bias, False),
+        ("groups", config.groups, 1),
+        ("rounding", config.rounding, None),
+        ("expert_dropout", config.expert_dropout, 0.0),
+        ("control.ema", config.control.ema, None),
+        ("control.capacity", config.control.capacity, None),
+        ("control.top_k", config.control.top_k, None),
+    ):
+        if value != allowed:
+            raise ValueError(
+                f"{name}={value!r} does not go with score='relu', which chooses by the sign of a "
+                f"logit alone; allowed: {allowed!r}"
+            )
+    most, experts = config.relu_most, config.num_experts
+    if most is not None and not config.num_experts_per_tok <= most <= experts:
+        raise ValueError(
+            f"relu_most={most} must be between num_experts_per_tok={config.num_experts_per_tok} "
+            f"and num_experts={experts}"
+        )

@@ -1,0 +1,102 @@
+"""The `router` section of a run's config; what goes together is checked in config_checks.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from training.config_base import Count, Positive, Section
+
+
+class RouterConfig(Section):
+    """How tokens are spread over experts, and token rounding. docs/routing.md says when to touch
+    what."""
+
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus", "relu"] | None = None
+    """How logits become scores; empty: as the family has it. relu sends a token to every expert
+    whose logit is above zero, on average `model.num_experts_per_tok`."""
+    relu_most: Positive | None = None
+    """Most experts of a token with the score relu; empty: all, 64 at most."""
+    balance_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the load-balance loss, mean over layers; a balanced layer has the value 1. Empty:
+    0.01, or 0 where a `router.bias_update` or the penalty of the score relu balances."""
+    balance_form: Literal["switch", "cv2"] = "switch"
+    """switch, or the squared coefficient of variation of the load, which has twice its gradient."""
+    balance_scope: Literal["global", "lagged", "micro", "sequence"] = "global"
+    """Load that the balance loss compares with: the whole step's over all ranks and micro-batches
+    (global; with several micro-batches they are counted in a pass of their own first, a third more
+    arithmetic), that of the step before (lagged, free), each rank's micro-batch's, or each row's of
+    `data.seq_len` tokens (sequence)."""
+    bias_update: Literal["none", "sign", "proportional", "rms", "quantile"] | None = None
+    """How the selection bias follows the load after every step, see moe/control.py. Empty: quantile
+    where the family has such a bias (glm4_moe), none elsewhere."""
+    bias_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Step of the rules sign, proportional and rms."""
+    bias_ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the old bias that the rule quantile keeps."""
+    bias_freeze_at: Positive | None = None
+    """From this step on the selection bias stays as it is; empty: never."""
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Decay of an average of the router weights that selects the experts, while the weights
+    themselves give the gates; empty: none."""
+    freeze_at: Positive | None = None
+    """From this step on the router weights stay as they are; empty: never."""
+    init_std: Annotated[float, Field(ge=0)] | None = None
+    """Standard deviation of the initial router weights; empty: `model.initializer_range`."""
+    jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """While training, the router's input is multiplied by noise in 1 ± jitter."""
+    expert_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """While training, probability that a token cannot choose an expert."""
+    capacity_factor: Annotated[float, Field(gt=0)] | None = None
+    """While training, most tokens of an expert in a micro-batch, as a multiple of the mean; the
+    rest is dropped. Empty: no limit."""
+    capacity_drop: Literal["probability", "position"] = "probability"
+    """Which tokens a full expert drops: those of the lowest gates, or the last ones."""
+    end_steps: Positive | None = None
+    """The last so many steps train exactly what is exported: a selection bias that the family does
+    not have falls to zero in as many steps before, averaged weights stop selecting, no token is
+    dropped."""
+    exportable: bool = True
+    """false: train a router that no transformers family has, and never export it."""
+    z_coef: Annotated[float, Field(ge=0)] = 0.001
+    """Weight of the router z-loss (squared log-sum-exp of the logits)."""
+    rounding: Literal[
+        "none",
+        "nearest",
+        "nearest_even",
+        "up",
+        "down",
+        "balanced",
+        "stochastic",
+        "systematic",
+        "score",
+    ] = "none"
+    """Round each expert's token count to whole tiles in training (SonicMoE, arXiv 2512.14080);
+    evaluation never rounds. The words are explained in moe/rounding.py."""
+    rounding_tile: Positive = 128
+    """Rows of a tile."""
+    rounding_min_tiles: Count = 1
+    """Tiles that every expert with at least one token gets."""
+    rounding_max_tiles: Annotated[float, Field(ge=1.25, le=1024)] | None = None
+    """Most tiles of one expert, as a multiple of the mean; empty: no limit."""
+    rounding_min_mean_tiles: Annotated[float, Field(ge=0)] = 2.0
+    """A micro-batch with fewer tiles per expert than this on average is not rounded."""
+    rounding_protect_top1: bool = False
+    """Never take a token's best expert from it."""
+    rounding_renorm: Literal["tc", "tr", "none"] = "tc"
+    """Denominator of gates: the top-K set (tc), the set after rounding (tr), or none."""
+    top_k_schedule: Literal["none", "steps", "linear", "cosine", "geometric"] = "none"
+    """Start with more experts per token and come down to `model.num_experts_per_tok`, which
+    evaluation and export always take; the curves are in moe/top_k.py."""
+    top_k_start: Positive | None = None
+    """Experts per token in the first step."""
+    top_k_ramp: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Part of the run in which their number falls (all schedules but steps)."""
+    top_k_levels: list[Annotated[list[Positive], Field(min_length=2, max_length=2)]] = Field(
+        default_factory=list
+    )
+    """[step, experts per token] of each change, for the schedule steps."""
+    soft_k: bool = False
+    """Let the last of a token's experts fade out instead of dropping it from one step to the
+    next."""
