@@ -39,6 +39,7 @@ from training.job import Job
 from training.logging import RunLog
 from training.loop import Pace, StepResult, agree_on_step, train_step
 from training.probe import make_probe
+from training.revive import revive_dead
 from training.run import open_run, release, total_steps
 from training.schedule import learning_rate
 
@@ -137,6 +138,7 @@ def train(job: Job, stop: StopRequest) -> int:
                     world=world,
                     device=job.device,
                     keep=job.last_counts,
+                    health=job.trainee.health,
                 )
                 window.append(result)
             else:
@@ -147,6 +149,8 @@ def train(job: Job, stop: StopRequest) -> int:
             due = status.due(config, progress.step, job.steps)
             if due.log:
                 metrics = status.window(job, window, pace)
+                for event in revive_dead(job):
+                    status.revived(job, event)
                 if due.evaluate:
                     with pace.pause():
                         metrics |= evaluate(job)

@@ -87,6 +87,8 @@ def layer_metrics(stats: RouterStats, tile_rows: int = 128) -> dict[str, Tensor]
         effective_experts  exp(entropy of the load); E = balanced
         inverse_simpson    1 / sum of squared load shares, another effective number of experts
         dead_experts       experts below a tenth of the mean load
+        gate_mass          largest mean probability * E - 1: what one expert gets of the gates,
+                           before the choice
         router_entropy     mean entropy (nats) of a token's gates, normalised to sum 1
         tile_waste         padding rows per real row when experts are computed in tiles
         nonfinite_tokens   tokens whose logits were not finite
@@ -112,6 +114,7 @@ def layer_metrics(stats: RouterStats, tile_rows: int = 128) -> dict[str, Tensor]
         "effective_experts": entropy.exp(),
         "inverse_simpson": 1.0 / squares,
         "dead_experts": (fraction_E * experts < DEAD_BELOW).sum(dim=-1).double(),
+        "gate_mass": experts * stats.prob_sum_E.double().amax(dim=-1) / tokens - 1.0,
         "router_entropy": stats.entropy_sum.double() / tokens,
         "tile_waste": (padded_E - rows_E).sum(dim=-1) / rows_E.sum(dim=-1).clamp(min=1),
         "nonfinite_tokens": stats.nonfinite.double(),
@@ -121,13 +124,20 @@ def layer_metrics(stats: RouterStats, tile_rows: int = 128) -> dict[str, Tensor]
 
 
 # How a layer's metric becomes the model's; the mean where nothing else is said.
-_OVER_LAYERS = {"max_violation": "max", "dead_experts": "sum", "nonfinite_tokens": "sum"}
+_OVER_LAYERS = {
+    "max_violation": "max",
+    "min_violation": "max",
+    "dead_experts": "sum",
+    "dead_200": "sum",
+    "dead_steps": "max",
+    "nonfinite_tokens": "sum",
+}
 
 
 def model_metrics(layers: dict[str, Tensor]) -> dict[str, Tensor]:
     """One number for the model from each metric [L].
 
-    The worst max_violation, sums of dead experts and non-finite tokens, means of the rest.
+    The worst violations, sums of dead experts and non-finite tokens, means of the rest.
     """
     out = {}
     for name, value_L in layers.items():

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from moe.control import begin_step
-from parallel import World, sum_
+from parallel import World
 from parallel.flat_shard import FlatShard, assemble, local_of, with_local
 from parallel.processes import RankError, run_processes
 from parallel.world import joined
@@ -153,11 +153,11 @@ def run_steps(
             world=world,
             device=device,
         )
-        metrics, _ = read_window([result], world, optimizer.guard.skipped)
+        metrics = read_window([result], world, optimizer.guard.skipped).metrics
         compared = ("loss", "balance_loss", "z_loss", "grad_norm", *result.groups)
         found["numbers"].append({name: metrics[name] for name in compared if name in metrics})
         stats = result.stats
-        found["counts"].append(None if stats is None else sum_(world, stats.counts_E).cpu())
+        found["counts"].append(None if stats is None else stats.counts_E.cpu())
     found["weights"] = _on_host(_named(optimizer.tensors(), "weights"))
     return found
 

@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from training.checkpoint import Snapshot, load_tensors, read_rng, read_state, st
 from training.config_load import ConfigError
 from training.device import restore_rng, rng_bytes, seed_all
 from training.exactness import last_acting_step
+from training.health import RoutingHealth
 from training.optim import TERMS, Group, MasterAdamW, StepGuard, parameter_groups
 from training.schedule import top_k_schedule
 from training.weights import load_initial_shards, load_initial_weights
@@ -136,6 +137,8 @@ class Trainee:
     forward: nn.Module
     """What a training step calls: the model, or an engine's wrapper around it."""
     optimizer: MasterAdamW | Engine
+    health: RoutingHealth | None = None
+    """Counters of routing faults; None without experts."""
 
 
 def make_trainee(
@@ -175,6 +178,9 @@ def make_trainee(
     model.train()
     apply_checkpointing(model, config.train.checkpointing)
     trainee = _sharded(config, plan, model, device) if several else _whole(config, model)
+    if architecture.moe_layers:
+        health = RoutingHealth(len(architecture.moe_layers), architecture.num_experts, device)
+        trainee = replace(trainee, health=health)
     if checkpoint is not None:
         _load(checkpoint, trainee)
     elif several:
@@ -254,7 +260,9 @@ def saved_tensors(trainee: Trainee) -> dict[str, Tensor | FlatShard]:
     """All tensors of a checkpoint by logical name, as views: this process's parts of parameters
     and moments, and the router buffers."""
     buffers = {name: buffer.reshape(-1) for name, buffer in _persistent_buffers(trainee.model)}
-    return trainee.optimizer.tensors() | {f"buffers/{name}": b for name, b in buffers.items()}
+    counters = trainee.health.tensors() if trainee.health is not None else {}
+    buffers = {f"buffers/{name}": buffer for name, buffer in buffers.items()}
+    return trainee.optimizer.tensors() | buffers | counters
 
 
 def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
@@ -264,7 +272,7 @@ def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
 
 def _load(checkpoint: Path, trainee: Trainee) -> None:
     tensors, stored = saved_tensors(trainee), stored_tensors(checkpoint)
-    state = [name for name in tensors if name.startswith("buffers/")]
+    state = [name for name in tensors if name.startswith(("buffers/", "health/"))]
     load_tensors(checkpoint, {name: tensors[name] for name in tensors if name not in state})
     trainee.optimizer.loaded()
     # State that the run has only now, by changed settings, starts as in a new run.

@@ -32,7 +32,12 @@ from pydantic import (
 from models.config import ModelConfig, read_config_json
 from models.config_hf import fields_from_hf
 from training.config_base import Count, Fraction, Positive, Section
-from training.config_checks import check_combinations, refuse_useless, router_defaults
+from training.config_checks import (
+    check_combinations,
+    refuse_sharded,
+    refuse_useless,
+    router_defaults,
+)
 from training.config_load import (
     ConfigError,
     apply_overrides,
@@ -484,6 +489,8 @@ def make_plan(
     mesh, engine, exchange = plan_layout(
         config.parallel, config.model.config, world_size, device, hosts
     )
+    if engine is not None:
+        refuse_sharded(config, world_size)
     return Plan(
         world_size=world_size,
         device=device,

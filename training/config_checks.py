@@ -273,3 +273,18 @@ def _check_rounding(config: Config) -> None:
             f"average, below router.rounding_min_mean_tiles={router.rounding_min_mean_tiles:g}; "
             f"raise train.micro_batch_size, or leave it out"
         )
+
+
+# What needs an expert's whole weights, or its outputs, in one process.
+_WHOLE = ("router.revive_after",)
+
+
+def refuse_sharded(config: Config, world_size: int) -> None:
+    """ValueError for settings that work in one process only."""
+    for place in _WHOLE:
+        value, default = _field(config, place)
+        if value != default:
+            raise ValueError(
+                f"{place}={value!r} works in one process only, as experts are split over the "
+                f"{world_size} processes of this run; leave it out"
+            )

@@ -97,6 +97,9 @@ class RouterConfig(Section):
         default_factory=list
     )
     """[step, experts per token] of each change, for the schedule steps."""
+    revive_after: Positive | None = None
+    """Steps without load (a tenth of the mean) after which an expert becomes a copy of its layer's
+    busiest one, optimizer state included; looked at in log steps, in one process. Empty: never."""
     soft_k: bool = False
     """Let the last of a token's experts fade out instead of dropping it from one step to the
     next."""

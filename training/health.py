@@ -86,7 +86,7 @@ class Alarms:
     sounding: set[tuple[str, int]] = field(default_factory=set)
 
     def new(self, uneven_L: Tensor, narrow_L: Tensor, dead_LE: Tensor) -> list[dict[str, Any]]:
-        """Alarms that begin now, from counters on the host: kind, MoE layer, steps, text."""
+        """Alarms that begin now, from counters on the host: fault, MoE layer, steps, text."""
         found: list[dict[str, Any]] = []
         now: set[tuple[str, int]] = set()
 
@@ -97,7 +97,7 @@ class Alarms:
             if (kind, layer) not in self.sounding:
                 text = f"MoE layer {layer}: {text} for {steps:.0f} steps"
                 found.append(
-                    {"kind": kind, "layer": layer, "steps": int(steps), "text": text} | more
+                    {"fault": kind, "layer": layer, "steps": int(steps), "text": text} | more
                 )
 
         for layer, (uneven, narrow) in enumerate(zip(uneven_L.tolist(), narrow_L.tolist())):

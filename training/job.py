@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from training.loop import LastCounts
+from training.health import Alarms
+from training.loop import LastCounts, Window
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,13 @@ class Job:
     last_counts: LastCounts = field(default_factory=LastCounts)
     router_changes: list[tuple[int, str]] = field(default_factory=list)
     """(first step, what is different) since the last log line."""
+    read: Window | None = None
+    """What the last log step read."""
+    alarms: Alarms = field(default_factory=Alarms)
+    load_at: int = -1
+    """Step of the last line of load.jsonl; -1: none in this attempt."""
+    pictured_at: int = 0
+    """Step of the last pictures that went to Weights & Biases."""
     plotted_at: float = float("-inf")
     """When plots were last drawn, in monotonic seconds."""
 

@@ -31,6 +31,12 @@ from rich.text import Text
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+LOAD = "load.jsonl"
+
+# What Weights & Biases gets of each layer, and of how many layers: its pages stay readable, and
+# metrics.jsonl has everything.
+LAYER_SERIES = ("max_violation", "load_entropy", "dead_experts")
+LAYERS_SHOWN = 16
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -49,20 +55,35 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     continue
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl by step; of lines with the same keys and step, the latest attempt's.
+def read_metrics(folder: Path, name: str = METRICS) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl (or load.jsonl) by step; of several of a step, the latest attempt's.
 
     A later attempt's lines replace every line of earlier attempts from its first step on: what a
     dead attempt wrote past the checkpoint that was resumed is not part of the curve.
     """
     kept: list[dict[str, Any]] = []
     attempt = None
-    for line in read_lines(folder / METRICS):
+    for line in read_lines(folder / name):
         if line.get("attempt") != attempt:
             attempt = line.get("attempt")
             kept = [other for other in kept if other["step"] < line["step"]]
         kept.append(line)
     return kept
+
+
+def bounded(values: dict[str, Any]) -> dict[str, Any]:
+    """Values with the series of a few layers only, evenly chosen, whatever the model's size."""
+    layers = sorted({int(name.split("/")[1]) for name in values if name.startswith("layers/")})
+    count = min(len(layers), LAYERS_SHOWN)
+    kept = {layers[i * (len(layers) - 1) // max(count - 1, 1)] for i in range(count)}
+
+    def shown(name: str) -> bool:
+        if not name.startswith("layers/"):
+            return True
+        _, layer, series = name.split("/", 2)
+        return int(layer) in kept and series in LAYER_SERIES
+
+    return {name: value for name, value in values.items() if shown(name)}
 
 
 class _Appender:
@@ -185,6 +206,7 @@ class RunLog:
         if folder is not None:
             self._metrics = _Appender(folder / METRICS)
             self._events = _Appender(folder / EVENTS)
+            self._load = _Appender(folder / LOAD)
             if wandb is not None:
                 self._wandb = WandbThread(wandb, self.warn)
 
@@ -237,7 +259,19 @@ class RunLog:
         values = {key: value for key, value in values.items() if value is not None}
         self._metrics.write({"attempt": self.attempt, "time": time.time(), **values})
         if self._wandb is not None:
-            self._wandb.put(values)
+            self._wandb.put(bounded(values))
+
+    def load(self, step: int, load: list[list[float]]) -> None:
+        """A line in load.jsonl: load / mean load of every expert, by layer."""
+        if self.active:
+            line = {"attempt": self.attempt, "time": time.time(), "step": step, "load": load}
+            self._load.write(line)
+
+    def pictures(self, step: int, files: dict[str, Path]) -> None:
+        """Pictures for Weights & Biases, by name; the files are read later, in its thread."""
+        if self.active and self._wandb is not None:
+            pictures = {f"pictures/{name}": path for name, path in files.items()}
+            self._wandb.put({"step": step, **pictures})
 
     def close(self) -> None:
         """Write what is pending; waits a bounded time for Weights & Biases."""
@@ -247,6 +281,7 @@ class RunLog:
             self._wandb.finish()
         self._metrics.close()
         self._events.close()
+        self._load.close()
         self.active = False
 
 
@@ -301,7 +336,12 @@ class WandbThread:
             # Our own step axis: the built-in one refuses to go back.
             run.define_metric("*", step_metric="step")
             while (values := self._queue.get()) is not None:
-                run.log(values)
+                run.log(
+                    {
+                        name: wandb.Image(str(value)) if isinstance(value, Path) else value
+                        for name, value in values.items()
+                    }
+                )
             run.finish()
         except BaseException as error:  # whatever it is, the run goes on
             self._warn(

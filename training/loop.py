@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from parallel.engine import Engine
     from training.config_router import RouterConfig
     from training.data import Batch
+    from training.health import RoutingHealth
 
 REASONS = {1: "not finite", 2: "spike", 3: "after a stop"}
 
@@ -77,7 +78,7 @@ class StepResult:
     groups: tuple[str, ...]
     """Names of the groups' norms."""
     stats: RouterStats | None
-    """Sums over this process's micro-batches; [L, E] and [L]."""
+    """Sums over the micro-batches of all processes; [L, E] and [L]."""
 
 
 def train_step(
@@ -92,6 +93,7 @@ def train_step(
     world: World,
     device: torch.device,
     keep: LastCounts | None = None,
+    health: RoutingHealth | None = None,
 ) -> StepResult:
     """One optimizer step over this process's micro-batches; all processes call it alike.
 
@@ -100,6 +102,7 @@ def train_step(
         optimizer: of one process, or the engine that shards model and optimizer over several.
         step: number of the step, from 1, for the records.
         keep: holds the last finished micro-batch's tokens per expert, in case memory runs out.
+        health: counters that follow the step.
     """
     optimizer.zero_grad()
     stats: RouterStats | None = None
@@ -133,10 +136,12 @@ def train_step(
         optimizer.terms[: len(terms)] += torch.stack(terms).detach()
     optimizer.routers_frozen = any(router.frozen for router in routers_of(model))
     outcome = optimizer.step(lr)
-    if stats is not None and needs_update(model):
-        flat, unpack = pack(stats)
-        total = unpack(sum_(world, flat))
-        update_routers(model, total, step=step, applied=1 - outcome.skipped)
+    if stats is not None:
+        stats, applied = _over_processes(stats, world), 1 - outcome.skipped
+        if needs_update(model):
+            update_routers(model, stats, step=step, applied=applied)
+        if health is not None:
+            health.update(stats, applied)
     return StepResult(
         step=step,
         lr=lr,
@@ -146,6 +151,14 @@ def train_step(
         groups=tuple(group.metric for group in optimizer.groups),
         stats=stats,
     )
+
+
+def _over_processes(stats: RouterStats, world: World) -> RouterStats:
+    """Statistics of the whole step; all sums over processes in one exchange."""
+    if world.size == 1:
+        return stats
+    flat, unpack = pack(stats)
+    return unpack(sum_(world, flat))
 
 
 def router_losses(
@@ -284,14 +297,29 @@ class Skipped:
     """[source, epoch, row] of all rows of the step over all processes."""
 
 
+@dataclass(frozen=True)
+class Window:
+    """What a log step reads of the steps since the last one."""
+
+    metrics: dict[str, Any]
+    """Of the last step."""
+    skipped: list[Skipped]
+    losses: dict[int, float]
+    """Step → its loss."""
+    counts_LE: Tensor | None = None
+    """Tokens per expert in the last step, on the host; None without experts."""
+    health: dict[str, Tensor] = field(default_factory=dict)
+    """`RoutingHealth.tensors` on the host."""
+
+
 def read_window(
     window: Sequence[StepResult],
     world: World,
     skipped_total: Tensor,
     extra: Mapping[str, Tensor] | None = None,
-) -> tuple[dict[str, Any], list[Skipped], dict[int, float]]:
-    """The last step's metrics, the window's skipped steps, and the loss of each of its steps; all
-    processes call it alike.
+    health: RoutingHealth | None = None,
+) -> Window:
+    """The numbers of the steps since the last log step; all processes call it alike.
 
     The one place that waits for the device: everything comes over in one transfer.
 
@@ -301,15 +329,16 @@ def read_window(
     last = window[-1]
     layers: dict[str, Tensor] = {}
     if last.stats is not None:
-        flat, unpack = pack(last.stats)
-        layers = layer_metrics(unpack(sum_(world, flat)))
-    numbers_W, layers, whole, total, extra = to_host(
+        layers = layer_metrics(last.stats) | (health.metrics() if health is not None else {})
+    numbers_W, layers, whole, total, extra, counts_LE, counters = to_host(
         (
             torch.stack([result.numbers for result in window]),
             layers,
             model_metrics(layers),
             skipped_total,
             dict(extra or {}),
+            last.stats.counts_E if last.stats is not None else None,
+            health.tensors() if health is not None else {},
         )
     )
     names = [*TERMS, *Outcome._fields, *last.groups]
@@ -333,7 +362,7 @@ def read_window(
     losses = {result.step: row["loss"] for result, row in zip(window, table)}
     bad = [(result, row) for result, row in zip(window, table) if row["reason"]]
     if not bad:
-        return metrics, [], losses
+        return Window(metrics, [], losses, counts_LE, counters)
     # All processes see the same reasons, so all come here or none.
     parts = gather(world, [result.rows for result, _ in bad])
     skipped = [
@@ -347,7 +376,7 @@ def read_window(
         )
         for number, (result, row) in enumerate(bad)
     ]
-    return metrics, skipped, losses
+    return Window(metrics, skipped, losses, counts_LE, counters)
 
 
 def perplexity(loss: float) -> float:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 POINTS = 600
 """Points of a curve; longer ones are thinned, keeping the extremes of each stretch."""
 
+PANELS = 12
+"""Layers of the load map, evenly chosen."""
+PICTURES = ("load", "max_violation", "load_entropy", "routing_churn")
+"""What goes to Weights & Biases as pictures too."""
+
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d97a1a", "#8a8f98", "#b3261e"
 
 
@@ -102,7 +107,21 @@ def figures(
             "load / mean - 1",
             "0 = balanced; 1 = the fullest expert of the worst layer has twice the mean.",
         ),
+        (
+            "load_entropy",
+            "entropy of the load",
+            "of that of an even load",
+            "Mean over layers; 1 = balanced. Below 0.8 for long, a few experts do the work.",
+        ),
         ("dead_experts", "dead experts", "experts", "Below a tenth of the mean load, all layers."),
+        (
+            "routing_churn",
+            "routing churn",
+            "share of choices",
+            "Choices of a fixed probe that changed since the last log step. Falls as the routers "
+            "settle; low churn alone is no health: a collapsed router never changes its mind.",
+        ),
+        ("top_k", "experts per token", "experts", "By the schedule; evaluation takes the last."),
         (
             "router_entropy",
             "entropy of gates",
@@ -114,6 +133,8 @@ def figures(
         series = record.series(name)
         if name == "tokens_per_second" and len(series) > 2:
             series = Series(series.steps[1:], series.values[1:])  # the first holds compilation
+        if name == "top_k" and len(set(series.values)) < 2:
+            continue
         if series.steps:
             figure, axes = _figure(title, unit)
             _draw(axes, series, color=RED if name == "dead_experts" else BLUE)
@@ -126,6 +147,9 @@ def figures(
     layers = record.layers("max_violation")
     if layers and any(len(series) > 1 for series in layers.values()):
         yield "load_by_layer", "Dark rows are layers with a much-used expert.", _heat_map(layers)
+    if len(record.loads) > 1:
+        text = "Each row is an expert: white has no load, dark blue three times the mean or more."
+        yield "load", text, _load_maps(record.loads)
 
 
 def _heat_map(layers: dict[int, Series]) -> Figure:
@@ -153,6 +177,39 @@ def _heat_map(layers: dict[int, Series]) -> Figure:
         axes.set_yticks(range(0, len(layers), 4), [str(n) for n in list(layers)[::4]])
     axes.grid(visible=False)
     figure.colorbar(image, ax=axes).ax.tick_params(labelsize=8)
+    return figure
+
+
+def _load_maps(lines: list[dict]) -> Figure:
+    """Load of every expert over time, a panel for each of at most `PANELS` layers."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    load_WLE = np.array([line["load"] for line in lines])
+    steps = [line["step"] for line in lines]
+    layers = load_WLE.shape[1]
+    shown = np.unique(np.linspace(0, layers - 1, min(layers, PANELS)).astype(int))
+    columns = min(len(shown), 4)
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(2.2 + 2.4 * columns, 0.9 + 1.9 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    figure.suptitle("load of each expert / mean", fontsize=10, x=0.01, ha="left")
+    for panel in panels.flat:
+        panel.set_visible(False)
+    for panel, layer in zip(panels.flat, shown):
+        panel.set_visible(True)
+        panel.set_title(f"MoE layer {layer}", fontsize=8)
+        image = panel.imshow(
+            load_WLE[:, layer].T,
+            aspect="auto",
+            cmap="YlGnBu",
+            vmin=0,
+            vmax=3,
+            interpolation="nearest",
+            extent=(steps[0], steps[-1], load_WLE.shape[2] - 0.5, -0.5),
+        )
+        panel.tick_params(labelsize=7)
+    figure.colorbar(image, ax=panels, shrink=0.8).ax.tick_params(labelsize=7)
     return figure
 
 

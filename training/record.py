@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from training.logging import EVENTS, human_count, human_time, read_lines, read_metrics
+from training.logging import EVENTS, LOAD, human_count, human_time, read_lines, read_metrics
 
 Level = Literal["problem", "warning", "note"]
 
@@ -67,6 +67,8 @@ class Record:
     """metrics.jsonl without what dead attempts wrote past their last checkpoint."""
     events: list[dict[str, Any]]
     names: tuple[str, ...] = field(default=())
+    loads: list[dict[str, Any]] = field(default_factory=list)
+    """load.jsonl, read like `lines`."""
 
     def series(self, name: str) -> Series:
         """A metric by its name; NaN and infinity, which JSON holds as text, as floats again."""
@@ -125,6 +127,7 @@ def read_run(folder: str | Path) -> Record:
         lines=lines,
         events=list(read_lines(folder / EVENTS)),
         names=tuple(dict.fromkeys(name for line in lines for name in line)),
+        loads=read_metrics(folder, LOAD),
     )
 
 

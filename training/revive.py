@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moe.layer import MoE
 
 if TYPE_CHECKING:
+    from training.job import Job
     from training.optim import MasterAdamW
 
 NOISE = 0.01
@@ -96,3 +97,17 @@ def _noise(row: Tensor, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     noise = torch.empty(row.shape, dtype=torch.float32).normal_(generator=generator)
     return noise.to(row.device) * (NOISE * row.std())
+
+
+def revive_dead(job: Job) -> list[Revival]:
+    """Replace the experts that the last log step found dead; all that was done."""
+    after, read, health = job.config.router.revive_after, job.read, job.trainee.health
+    if after is None or read is None or read.counts_LE is None:
+        return []
+    dead_LE = read.health["health/dead"].view(read.counts_LE.shape)
+    events = choose_revivals(dead_LE, read.counts_LE, after)
+    if events:
+        revive(job.model, job.optimizer, events, seed=job.config.run.seed, step=job.progress.step)
+    for event in events:
+        health.dead_LE[event.layer, event.expert] = 0.0
+    return events

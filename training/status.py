@@ -17,15 +17,20 @@ from training.exactness import acting
 from training.faults import RunFailed, out_of_memory_message
 from training.flops import flops_per_token, matmul_weights
 from training.logging import human_bytes, human_count, human_time, progress_line
-from training.loop import Pace, StepResult, read_window
+from training.loop import Pace, StepResult, Window, read_window
 from training.optim import group_table
 
 if TYPE_CHECKING:
     from training.config import Config
     from training.job import Job
+    from training.revive import Revival
     from training.run import Run
 
 
+LOAD_LINES = 200
+"""Lines of load.jsonl in a run: its size does not grow with the length of the run."""
+PICTURE_SETS = 20
+"""Times that pictures go to Weights & Biases."""
 PLOT_EVERY_S = 60.0
 """Drawing takes seconds, during which the other processes wait."""
 
@@ -145,12 +150,15 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
         RunFailed: a step was not finite and `optim.on_nonfinite` is stop.
     """
     if not results:
+        job.read = None
         _router_changes(job, {})
         return {"step": job.progress.step}
-    metrics, skipped, losses = read_window(
-        results, job.world, job.optimizer.guard.skipped, job.probe.churn()
+    read = job.read = read_window(
+        results, job.world, job.optimizer.guard.skipped, job.probe.churn(), job.trainee.health
     )
-    _router_changes(job, losses)
+    metrics, skipped = read.metrics, read.skipped
+    _router_changes(job, read.losses)
+    _load(job, read)
     seconds, expected = pace.lap(len(results))
     speed = sum(result.tokens for result in results) / seconds
     lr, router_lr = job.optimizer.lrs(results[-1].lr)
@@ -197,6 +205,38 @@ def _router_changes(job: Job, losses: dict[int, float]) -> None:
         loss = losses.get(step)
         job.log.event("router_change", f"step {step}: {change}", step=step, loss=loss)
     job.router_changes.clear()
+
+
+def _load(job: Job, read: Window) -> None:
+    """Alarms, and a line of load.jsonl now and then."""
+    if read.counts_LE is None:
+        return
+    step, counts_LE = job.progress.step, read.counts_LE.double()
+    if read.health:
+        dead_LE = read.health["health/dead"].view(counts_LE.shape)
+        uneven_L, narrow_L = read.health["health/uneven"], read.health["health/narrow"]
+        for alarm in job.alarms.new(uneven_L, narrow_L, dead_LE):
+            text = f"step {step}: {alarm.pop('text')}"
+            job.log.event("routing_alarm", text, style="bold yellow", step=step, **alarm)
+    if job.load_at < 0 or step - job.load_at >= job.steps / LOAD_LINES or step == job.steps:
+        job.load_at = step
+        load_LE = counts_LE / counts_LE.mean(dim=1, keepdim=True).clamp(min=1e-9)
+        rows = [[round(value, 3) for value in row] for row in load_LE.tolist()]
+        job.log.load(step, rows)
+
+
+def revived(job: Job, event: Revival) -> None:
+    """A dead expert has become a copy of another."""
+    job.log.event(
+        "expert_revived",
+        f"step {job.progress.step}: MoE layer {event.layer}: expert {event.expert}, dead for "
+        f"{event.dead_steps} steps, is now a copy of expert {event.parent}",
+        step=job.progress.step,
+        layer=event.layer,
+        expert=event.expert,
+        parent=event.parent,
+        dead_steps=event.dead_steps,
+    )
 
 
 def empty_step(job: Job) -> None:
@@ -251,9 +291,13 @@ def plots(job: Job) -> None:
         return
     job.plotted_at = time.monotonic()
     try:
-        from training.plots import draw
+        from training.plots import PICTURES, draw
 
-        draw(job.run.folder)
+        drawn = {path.stem: path for path in draw(job.run.folder)}
+        step = job.progress.step
+        if step == job.steps or step - job.pictured_at >= job.steps / PICTURE_SETS:
+            job.pictured_at = step
+            job.log.pictures(step, {name: drawn[name] for name in PICTURES if name in drawn})
     except Exception as error:  # drawing is never worth a run
         job.log.warn(f"no plots: {type(error).__name__}: {error}")
 

@@ -169,9 +169,9 @@ def one_bad_rank(world: World) -> None:
     before = {n: t for n, t in untouched.tensors().items() if n != "guard/skipped"}
     after = {n: t for n, t in optimizer.tensors().items() if n != "guard/skipped"}
     assert tiny.difference(after, before, 0.0) == ""
-    metrics, skipped, _ = read_window([result], world, optimizer.guard.skipped)
-    assert metrics["skipped_steps"] == 1
-    (bad,) = skipped
+    read = read_window([result], world, optimizer.guard.skipped)
+    assert read.metrics["skipped_steps"] == 1
+    (bad,) = read.skipped
     assert (bad.step, bad.reason) == (7, "not finite")
     assert bad.rows == [[0, 0, row] for row in (0, 1, 2, 3)] * 2, "rows of both processes"
 

@@ -22,8 +22,9 @@ from training import status
 from training.config import Config, ConfigError, field_names, load_config, make_plan
 from training.config_load import models_in
 from training.data.config import DataError
-from training.loop import router_losses
+from training.loop import Window, router_losses
 from training.optim import group_table
+from training.revive import revive_dead
 from training.schedule import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,12 +110,16 @@ def _collect(job, told) -> dict:
         )
     )
     auxiliary, _ = router_losses(stats, 100, config.router, None)
+    weights = digest(*job.model.parameters())
+    dead = {"health/dead": torch.tensor([0.0, 3, 0, 0] * 2)}
+    job.read = Window({}, [], {}, torch.ones(2, 4), dead)
+    revived = revive_dead(job)
     told.pop("sample", None) if config.eval.sample_prompt is None else None
     return {
         "plan": vars(job.plan),
         "folder": str(job.run.folder),
         "steps": job.steps,
-        "weights": digest(*job.model.parameters()),
+        "weights": weights,
         "moe": [block.moe.config for block in job.model.layers],
         "recompute": (job.model.checkpointing, job.model.layers[0].recompute_attention),
         "groups": group_table(optimizer.groups, config.optim.lr, lambda group: ""),
@@ -136,6 +141,7 @@ def _collect(job, told) -> dict:
         "sample": told.get("sample", ((), {}))[0][2:],
         **{key: value for key, value in told.items() if key in ("saver", "workers")},
         "deterministic": "deterministic" in told,
+        "revived": [(event.layer, event.expert) for event in revived],
         "plots": "plots" in told,
     }
 
@@ -183,6 +189,7 @@ TURNED = {
     "router.top_k_ramp": "router.top_k_ramp=0.3",
     "router.top_k_levels": "router.top_k_levels=[[5,2]]",
     "router.soft_k": "router.soft_k=true",
+    "router.revive_after": "router.revive_after=1",
     "data.sources": "data.sources=[{path: {folder}/validation.txt, format: lines}]",
     "data.validation_sources": "data.validation_sources=[]",
     "data.validation_fraction": "data.validation_fraction=0.4 data.validation_sources=[]",

@@ -54,15 +54,15 @@ def test_alarms_sound_once_and_again_after_a_pause():
     just = torch.tensor([0.0, ALARM_STEPS - 1])
     assert alarms.new(just, just, quiet_LE) == []
     (alarm,) = alarms.new(just + 1, just, quiet_LE)
-    assert (alarm["kind"], alarm["layer"], alarm["steps"]) == ("imbalance", 1, ALARM_STEPS)
+    assert (alarm["fault"], alarm["layer"], alarm["steps"]) == ("imbalance", 1, ALARM_STEPS)
     assert "over 4 times the mean load" in alarm["text"]
     (alarm,) = alarms.new(just + 2, just + 2, quiet_LE)
-    assert alarm["kind"] == "narrow_load"
+    assert alarm["fault"] == "narrow_load"
     assert alarms.new(just + 3, just + 3, quiet_LE) == []
     assert alarms.new(quiet_L, just + 4, quiet_LE) == []
-    assert [a["kind"] for a in alarms.new(just + 5, just + 5, quiet_LE)] == ["imbalance"]
+    assert [a["fault"] for a in alarms.new(just + 5, just + 5, quiet_LE)] == ["imbalance"]
 
     dead_LE = quiet_LE.clone()
     dead_LE[0, 3] = dead_LE[0, 5] = ALARM_DEAD
     (alarm,) = alarms.new(quiet_L, quiet_L, dead_LE)
-    assert (alarm["kind"], alarm["layer"], alarm["experts"]) == ("dead_experts", 0, [3, 5])
+    assert (alarm["fault"], alarm["layer"], alarm["experts"]) == ("dead_experts", 0, [3, 5])

@@ -12,6 +12,7 @@ from rich.console import Console
 from training.logging import (
     RunLog,
     WandbThread,
+    bounded,
     human_bytes,
     human_count,
     human_time,
@@ -175,3 +176,16 @@ def test_wandb_that_is_too_slow_loses_lines_and_not_time(monkeypatch):
     thread.finish()
     assert len(run.lines) in (5, 6) and run.finished  # the queue's five, and one that was taken
     assert len(warnings) == 2 and f"{50 - len(run.lines)} lines were not sent" in warnings[1]
+
+
+def test_weights_and_biases_gets_a_bounded_number_of_series():
+    metrics = ("max_violation", "load_entropy", "dead_experts", "z_loss", "tile_waste")
+    values = {f"layers/{layer}/{name}": 1.0 for layer in range(94) for name in metrics}
+    shown = bounded({"loss": 2.0, "step": 3} | values)
+    layers = {int(name.split("/")[1]) for name in shown if name.startswith("layers/")}
+    assert len(layers) == 16
+    assert {0, 93} <= layers
+    assert len(shown) == 2 + 3 * 16
+    few = {name: value for name, value in values.items() if name.startswith("layers/1/")}
+    assert set(bounded(few)) == {f"layers/1/{name}" for name in metrics[:3]}
+    assert bounded({"loss": 2.0}) == {"loss": 2.0}

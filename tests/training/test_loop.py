@@ -295,7 +295,8 @@ def test_read_window_gives_the_last_step_and_names_skipped_ones():
         )
         if number == 2:
             del model.forward  # the class's own again
-    metrics, skipped, _ = read_window(window, World(), optimizer.guard.skipped)
+    read = read_window(window, World(), optimizer.guard.skipped)
+    metrics, skipped = read.metrics, read.skipped
     assert metrics["step"] == 3 and metrics["skipped_steps"] == 1
     assert math.isfinite(metrics["loss"]) and metrics["balance_loss"] > 0.9
     assert {"max_violation", "dead_experts", "router_entropy", "layers/1/max_violation"} <= set(

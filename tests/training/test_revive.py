@@ -1,5 +1,7 @@
 """A dead expert becomes a copy of the busiest one, optimizer state included, and works again."""
 
+import types
+
 import pytest
 import torch
 
@@ -7,8 +9,9 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from tests.training.tiny import MODEL
 from training.health import RoutingHealth
+from training.loop import Window
 from training.optim import MasterAdamW, parameter_groups
-from training.revive import NOISE, Revival, choose_revivals, revive
+from training.revive import NOISE, Revival, choose_revivals, revive, revive_dead
 
 E = 8
 
@@ -127,3 +130,27 @@ def test_who_is_revived():
     counts_LE = torch.tensor([[9, 0, 0, 3], [0, 0, 1, 8], [1, 1, 1, 1]])
     assert choose_revivals(dead_LE, counts_LE, 5) == [Revival(0, 2, 0, 7)]
     assert choose_revivals(dead_LE, counts_LE, 4) == [Revival(0, 2, 0, 7), Revival(1, 0, 3, 4)]
+
+
+def test_a_log_step_revives_and_the_counter_starts_again():
+    model, optimizer = make()
+    health = RoutingHealth(2, E)
+    health.dead_LE[0, 3] = 6
+    counts_LE = torch.arange(2 * E).view(2, E)
+    read = Window({}, [], {}, counts_LE, {n: t.clone() for n, t in health.tensors().items()})
+    job = types.SimpleNamespace(
+        config=types.SimpleNamespace(
+            router=types.SimpleNamespace(revive_after=7), run=types.SimpleNamespace(seed=0)
+        ),
+        read=read,
+        trainee=types.SimpleNamespace(health=health),
+        model=model,
+        optimizer=optimizer,
+        progress=types.SimpleNamespace(step=40),
+    )
+    assert revive_dead(job) == []
+    job.config.router.revive_after = 6
+    assert revive_dead(job) == [Revival(0, 3, E - 1, 6)]
+    assert not health.dead_LE.any()
+    difference = model.layers[0].moe.w2[3] - model.layers[0].moe.w2[E - 1]
+    assert 0 < difference.norm() < 0.02 * model.layers[0].moe.w2[3].norm()

@@ -20,6 +20,7 @@ import torch
 
 import train
 from models.transformer import Decoder
+from training import health, status
 from training.checkpoint import MANIFEST, damage, read_state, read_weights
 from training.logging import read_lines, read_metrics
 from training.schedule import learning_rate
@@ -235,6 +236,33 @@ def test_the_number_of_experts_falls_and_is_told(run, tmp_path):
     texts = [event["text"] for event in events(tmp_path / "runs/a", "router_change")]
     assert [text.split(":")[0] for text in texts] == ["step 3", "step 6"]
     assert "each token uses 3 experts from now on, no longer 4" in texts[0]
+
+
+def test_lasting_faults_of_routing_are_told_once_and_resume_exactly(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "ALARM_VIOLATION", -1.0)  # every load is uneven
+    monkeypatch.setattr(health, "ALARM_STEPS", 5)
+    monkeypatch.setattr(status, "LOAD_LINES", 4)
+    assert run("run.name=a") == 0
+    folder = tmp_path / "runs/a"
+    told = events(folder, "routing_alarm")
+    assert [(line["fault"], line["layer"], line["step"]) for line in told] == [
+        ("imbalance", 0, 5),
+        ("imbalance", 1, 5),
+    ]
+    loads = read_metrics(folder, "load.jsonl")
+    assert [line["step"] for line in loads] == [1, 4, 7, 10, 12]
+    for line in loads:
+        assert [len(row) for row in line["load"]] == [4, 4]
+        assert all(sum(row) == pytest.approx(4, abs=0.01) for row in line["load"])
+    worst = max(max(row) for row in loads[-1]["load"]) - 1
+    assert by_step(folder, "max_violation")[12][0] == pytest.approx(worst, abs=2e-3)
+
+    with monkeypatch.context() as patch:
+        before_step(patch, 4, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        assert run("run.name=b") == 75
+    assert not events(tmp_path / "runs/b", "routing_alarm")
+    assert run("run.name=b") == 0  # the counters went on from the checkpoint
+    assert [line["step"] for line in events(tmp_path / "runs/b", "routing_alarm")] == [5, 5]
 
 
 def test_learning_rates_are_a_function_of_the_step_also_after_stops(run, tmp_path, monkeypatch):
