@@ -242,7 +242,7 @@ def bench_engine(config: Config, plan: Plan, steps: int) -> dict[str, Any]:
     batches = []
     for _ in range(plan.accumulation):
         rows = []
-        for _ in range(config.train.micro_batch_size):
+        for _ in range(plan.micro_batch_size):
             tokens = draw.integers(0, vocabulary, length + 1)
             rows.append(Row(tokens[:-1], tokens[1:].copy(), [length]))
         batches.append(make_batch(rows, [(0, 0, 0)] * len(rows), length, 0))

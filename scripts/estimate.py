@@ -32,6 +32,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", help="config file, for example configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", help="section.key=value, as for train.py")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one for each GPU")
+    parser.add_argument("--hosts", type=int, default=1, help="that the GPUs are in (default 1)")
     parser.add_argument("--gpu-memory", type=float, help="GiB of one GPU; nothing: no verdict")
     parser.add_argument("--gpu", default="H100", help="model, for its peak speed (default H100)")
     parser.add_argument("--mfu", type=float, default=0.3, help="share of the peak (default 0.3)")
@@ -96,7 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         # The figures are those of a GPU run, wherever they are computed.
-        plan = make_plan(config, options.gpus, cuda=config.run.device != "cpu")
+        cuda = config.run.device != "cpu"
+        plan = make_plan(config, options.gpus, cuda=cuda, hosts=options.hosts)
+        print(plan.mesh.describe() if plan.engine else "one process")
     except ConfigError as error:
         fail(error)
 
@@ -118,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"memory of each process, GiB ({plan.dtype}, micro-batch {plan.micro_batch_size} x "
         f"{config.data.seq_len}, checkpointing {config.train.checkpointing})",
         [
-            ("weights", _gib(memory.weights), ""),
+            ("weights", _gib(memory.weights), "of two blocks at a time" if plan.engine else ""),
             ("gradients", _gib(memory.gradients), "float32"),
             ("master weights", _gib(memory.masters), "float32, where weights are not"),
             ("AdamW moments", _gib(memory.moments), "float32, two"),
@@ -175,13 +178,15 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
     print(f"does not fit: {memory.total / GIB:.1f} GiB, more than {of}")
     if memory.states + memory.context > limit:
         print(
-            f"  weights and optimizer alone take {memory.states / GIB:.1f} GiB, and every process "
-            f"holds all of them: more GPUs do not help, a smaller model does"
+            f"  weights and optimizer alone take {memory.states / GIB:.1f} GiB of each process: "
+            + _more_processes(config, plan, limit)
         )
         return 1
     for words, changed in remedies(config, options.overrides, options.config):
         try:
-            changed_plan = make_plan(changed, options.gpus, cuda=plan.device == "cuda")
+            changed_plan = make_plan(
+                changed, options.gpus, cuda=plan.device == "cuda", hosts=options.hosts
+            )
         except ConfigError:
             continue
         need = process_memory(changed, changed_plan).total
@@ -190,6 +195,22 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
             return 1
     print("  nor with train.checkpointing=full and one row a micro-batch: lower data.seq_len")
     return 1
+
+
+def _more_processes(config: Config, plan: Plan, limit: float) -> str:
+    """How many GPUs of one node would hold the states, if any number does."""
+    from training.memory import process_memory
+
+    for count in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        if count <= plan.world_size:
+            continue
+        try:
+            memory = process_memory(config, make_plan(config, count, cuda=plan.device == "cuda"))
+        except ConfigError:
+            continue
+        if memory.states + memory.context <= limit:
+            return f"{count} GPUs that share one node's weights hold them"
+    return "no number of GPUs in one node helps, a smaller model does"
 
 
 def _gib(value: float) -> str:

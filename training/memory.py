@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.build import build_model
+from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from models.execution import apply_checkpointing
 from training.optim import ALIGN
@@ -163,9 +163,11 @@ class Memory:
     """Bytes of one process, by what they hold."""
 
     weights: int
+    """In the dtype of the products; of several processes, those of the blocks that are gathered at
+    a time."""
     gradients: int
     masters: int
-    """float32 copies of weights that are not float32 themselves."""
+    """float32 weights that are kept beside those."""
     moments: int
     activations: int
     context: int
@@ -186,26 +188,53 @@ COMMUNICATION = 400 * 2**20
 
 
 def process_memory(config: Config, plan: Plan) -> Memory:
-    """Memory of one process: training/optim.py's flat buffers, and the replayed activations."""
-    model = build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")
-    sizes = [(p.numel() + ALIGN - 1) // ALIGN * ALIGN for p in model.parameters()]
-    narrow = [
-        size
-        for size, parameter in zip(sizes, model.parameters())
-        if parameter.dtype != torch.float32
-    ]
-    elements = sum(sizes)
-    weights = sum(
-        size * parameter.element_size() for size, parameter in zip(sizes, model.parameters())
-    )
+    """Memory of one process (the largest one): what the optimizer or the engine keeps, and the
+    replayed activations."""
     context = 0
     if plan.device == "cuda":
         context = CONTEXT + (COMMUNICATION if plan.world_size > 1 else 0)
-    return Memory(
-        weights=weights,
-        gradients=4 * elements,
-        masters=4 * sum(narrow),
-        moments=8 * elements,
-        activations=activation_bytes(config, plan),
-        context=context,
-    )
+    kept = _whole(config, plan) if plan.engine is None else _sharded(config, plan)
+    return Memory(**kept, activations=activation_bytes(config, plan), context=context)
+
+
+def _whole(config: Config, plan: Plan) -> dict[str, int]:
+    """One process: training/optim.py's flat buffers."""
+    model = build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")
+    padded = [(-(-p.numel() // ALIGN) * ALIGN, p) for p in model.parameters()]
+    elements = sum(size for size, _ in padded)
+    return {
+        "weights": sum(size * parameter.element_size() for size, parameter in padded),
+        "gradients": 4 * elements,
+        "masters": sum(4 * size for size, p in padded if p.dtype != torch.float32),
+        "moments": 8 * elements,
+    }
+
+
+def _sharded(config: Config, plan: Plan) -> dict[str, int]:
+    """Several: shards of float32 weights, gradients and moments, and what is whole for a while.
+
+    While a block computes, its weights and those of the next one are gathered; its gradient is
+    whole once in the dtype of the products and once in float32 for the reduction.
+    """
+    model, mesh = build_model(config.model.config, device="meta"), plan.mesh
+    kinds = parameter_kinds(model)
+    held = 0
+    blocks: dict[str, int] = {}  # elements of a block as this process computes with them
+    for name, parameter in model.named_parameters():
+        kind, count = kinds[name], parameter.numel()
+        if kind == "router":
+            held += count
+            continue
+        if kind == "expert":
+            count //= mesh.expert
+        held += -(-count // (mesh.expert_shard if kind == "expert" else mesh.local))
+        block = ".".join(name.split(".")[:2])
+        blocks[block] = blocks.get(block, 0) + count
+    width, largest = DTYPES[plan.dtype].itemsize, max(blocks.values())
+    on_device = 0 if config.parallel.offload else 1
+    return {
+        "weights": 2 * width * largest,
+        "gradients": 4 * held + (width + 4) * largest,
+        "masters": 4 * held * on_device,
+        "moments": 8 * held * on_device,
+    }

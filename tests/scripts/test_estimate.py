@@ -89,6 +89,23 @@ def test_states_are_the_optimizers_buffers(tmp_path, dtype, monkeypatch):
     assert memory.context == 0
 
 
+def test_states_of_several_processes_are_those_of_the_engine(tmp_path, monkeypatch):
+    """4 nodes of 2, experts over 4: an eighth of the experts, half of the rest, routers whole."""
+    monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    config = load_config(write(tmp_path), ["train.micro_batch_size=1", "train.dtype=bfloat16"])
+    memory = process_memory(config, make_plan(config, 8, cuda=False, hosts=4))
+    kinds = parameter_kinds(model := build_model(SMALL, device="meta"))
+    share = {"expert": 8, "router": 1}
+    held = sum(p.numel() / share.get(kinds[name], 2) for name, p in model.named_parameters())
+    assert memory.masters == pytest.approx(4 * held, rel=1e-3)
+    assert memory.moments == 2 * memory.masters
+    assert memory.masters < memory.gradients < 2 * memory.masters
+    moved = load_config(write(tmp_path), ["train.micro_batch_size=1", "parallel.offload=true"])
+    pytest.importorskip("deepspeed")
+    memory = process_memory(moved, make_plan(moved, 8, cuda=False, hosts=4))
+    assert memory.masters == memory.moments == 0
+
+
 def saved_bytes(config: ModelConfig, rows: int, seq_len: int, **options) -> int:
     """What autograd really keeps of one forward pass, on the CPU."""
     model = build_model(config, kernels="reference", save=options.get("save", "h"))
