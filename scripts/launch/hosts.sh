@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# One of several hosts; the same command on each, with the first one's address and a file system that
+# all of them see:
+#
+#     HOSTS=2 FIRST=10.0.0.1 bash scripts/launch/hosts.sh configs/qwen3_30b_a3b.yaml
+#
+# Hosts are the nodes of the mesh unless parallel.nodes says otherwise. GPUS=4 takes fewer of each
+# host, PORT another port than 29500, RESTARTS another number of restarts than 3. Where a host has
+# several networks, name the one to use: NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+if [[ $# -eq 0 || "$1" == "--help" ]]; then
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
+PYTHON=${PYTHON:-python}
+GPUS=${GPUS:-$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+exec "$PYTHON" -m torch.distributed.run --nnodes="${HOSTS:?number of hosts}" \
+    --nproc-per-node="$GPUS" --max-restarts="${RESTARTS:-3}" \
+    --rdzv-backend=c10d --rdzv-id="${RUN_ID:-tessera}" \
+    --rdzv-endpoint="${FIRST:?address of the first host}:${PORT:-29500}" train.py "$@"
