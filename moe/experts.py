@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe.kernels import hopper
 from moe.kernels._grouped import gather_rows_ref
 from moe.kernels._tiles import RowTiles, row_tiles
 from moe.kernels._triton import pick_backend
@@ -33,7 +34,7 @@ from moe.kernels.weight_gradient import bias_gradient, weight_gradient
 from moe.routing import Routing
 from moe.sparse.experts import check_spmm, spmm_experts
 
-BACKENDS = ("reference", "triton")
+BACKENDS = ("reference", "triton", "hopper")
 SAVE = ("h", "x")
 
 
@@ -48,7 +49,9 @@ class _Experts(torch.autograd.Function):
     ):  # fmt: skip
         permuted = row_S is None
         num_rows = (x if token_R is None else token_R).shape[0]
-        tiles = row_tiles(offsets_E1, num_rows, x.dtype) if backend == "triton" else None
+        tiles = (
+            None if backend == "reference" else row_tiles(offsets_E1, num_rows, x.dtype, backend)
+        )
         rows, source_R = x, token_R
         if backend == "reference":  # gather once, in front, where the products are torch's own
             rows, source_R = gather_rows_ref(x, token_R), None
@@ -181,8 +184,9 @@ def experts(
         activation: swiglu, geglu, reglu (gated), relu2, gelu or silu; see
         `moe.kernels.activations`. b1_EH, b2_ED: biases or None.
         save: "h" keeps the pre-activations for backward, "x" computes them again.
-        backend: "auto", "triton", "reference", or "spmm" for products of sparse matrices
-            (`moe.sparse.experts`; no biases, no main_grads, save="h").
+        backend: "auto", "triton", "hopper" (see `moe.kernels.hopper`), "reference", or "spmm" for
+            products of sparse matrices (`moe.sparse.experts`; no biases, no main_grads,
+            save="h"). "auto" takes the fastest that can do what is asked.
         main_grads: buffers, usually float32, to which the gradients of w1 and w2 are added in
             backward in place of
             making gradients (their `.grad` then stays None). Not under torch.compile.
@@ -270,10 +274,17 @@ def _apply(
                 f"main_grads of {name} must be contiguous with shape {tuple(weight.shape)}, "
                 f"got shape {tuple(main.shape)} and strides {main.stride()}"
             )
+    picked = pick_backend(backend, x, available=BACKENDS)
+    operands = (x, w1_EHD, w2_EDN, b1_EH, b2_ED, activation)
+    if picked == "hopper":
+        hopper.require(*operands)
+    elif backend == "auto" and picked == "triton":
+        rows = (x if token_R is None else token_R).shape[0]
+        picked = "hopper" if hopper.prefers(*operands, rows) else picked
     return _Experts.apply(
         x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
-        slot_offsets_T1, slots_per_token, activation, save, pick_backend(backend, x,
-        available=BACKENDS), torch.is_grad_enabled(), main_w1, main_w2, output_sums,
+        slot_offsets_T1, slots_per_token, activation, save, picked, torch.is_grad_enabled(),
+        main_w1, main_w2, output_sums,
     )  # fmt: skip
 
 

@@ -82,8 +82,8 @@ class MoEConfig:
     control: RouterControl = field(default_factory=RouterControl)
     """State of the router and how it changes between steps; see `moe.control`."""
     kernels: str = "auto"
-    """auto | triton | reference | spmm; auto takes what is fastest on the tensors' device, spmm
-    computes the experts by products of sparse matrices (`moe.sparse.experts`)."""
+    """auto | hopper | triton | reference | spmm; auto takes what is fastest on the tensors' device,
+    spmm computes the experts by products of sparse matrices (`moe.sparse.experts`)."""
     save: str = "h"
     """What the experts keep for the backward: h (pre-activations), or x and compute h again."""
     init_std: float = 0.02

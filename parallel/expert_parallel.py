@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import MoE, MoEConfig, Routing
-from moe.experts import BACKENDS, experts
+from moe.experts import experts
 from moe.kernels._triton import pick_backend
 from parallel.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
 from parallel.dispatch import (
@@ -207,7 +207,7 @@ class ParallelExperts(nn.Module):
 
         rank = self.mesh.place("expert")
         rows_TD = _autocast(x_TD)
-        backend = pick_backend(config.kernels, rows_TD, available=BACKENDS)
+        backend = pick_backend(config.kernels, rows_TD)
         pairs = sort_pairs(routing, self.cut, rank, config.kernels)
         counts_NB2 = exchange_counts(pairs.counts_B2, self.transport_group)
         plan = plan_dispatch(pairs, counts_NB2, self.cut, rank, backend)

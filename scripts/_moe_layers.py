@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe.experts import experts
 from moe.kernels.router_logits import router_logits
-from moe.kernels.topk_gating import topk_gating
+from moe.kernels.topk_gating import topk_gating, topk_routing
 from moe.rounding import RoundingConfig, round_tokens
 from moe.routing import Routing
 
@@ -117,13 +117,16 @@ class Route:
         if self.rounding is not None:
             logits = router_logits(x, router)
             return round_tokens(logits, topk_gating(logits, self.K), self.rounding)
+        if self.forced is None:
+            gating, meta = topk_routing(router_logits(x, router), self.K)
+            return Routing.from_topk(gating.expert_TK, gating.gate_TK, self.E, meta=meta)
         _, expert_TK, gate_TK = self.choose(x, router)
         return Routing.from_topk(expert_TK, gate_TK, self.E)
 
 
 def ours(shape, route: Route, save: str = "h") -> Layer:
     def layer(x, router, w1, w2):
-        return experts(x, w1, w2, route.routing(x, router), save=save, backend="triton")
+        return experts(x, w1, w2, route.routing(x, router), save=save)
 
     return layer
 

@@ -95,7 +95,7 @@ def measure(
         inputs = [x, gates, w1, w2]
 
         def layer(x, gates, w1, w2):
-            return experts(x, w1, w2, given, backend="triton")
+            return experts(x, w1, w2, given)
 
     pairs = T * K
     if name.startswith("tessera"):

@@ -110,9 +110,9 @@ class ModelSection(Section):
     init_from: str | None = None
     """Hugging Face folder, checkpoint or run whose weights are continued from, with a new
     optimizer; it also gives all fields."""
-    kernels: Literal["auto", "triton", "reference", "spmm"] = "auto"
-    """Implementation of the expert layers. auto: Triton on CUDA, plain PyTorch elsewhere; spmm:
-    products of sparse matrices, for comparison."""
+    kernels: Literal["auto", "hopper", "triton", "reference", "spmm"] = "auto"
+    """Implementation of the expert layers. auto: on CUDA Triton, or kernels for Hopper where they
+    can run; plain PyTorch elsewhere; spmm: products of sparse matrices, for comparison."""
     save: Literal["h", "x"] = "h"
     """What an expert layer keeps for its backward pass: its pre-activations (h), or only its input
     (x), which is less memory and one more matrix product."""

@@ -122,8 +122,10 @@ _forced: dict[str, Config] = {}
 _forced_pointers = False
 
 
-def tile_rows(dtype: torch.dtype, rows: int, num_experts: int) -> int:
+def tile_rows(dtype: torch.dtype, rows: int, num_experts: int, backend: str = "triton") -> int:
     """Rows of the tiles that the row products of one call share."""
+    if backend == "hopper":
+        return 128
     if _forced:
         sizes = {c.bm for name, c in _forced.items() if name != "outer"}
         if len(sizes) > 1:
@@ -215,9 +217,11 @@ class RowTiles(NamedTuple):
     rows: int
 
 
-def row_tiles(offsets_E1: Tensor, rows: int, dtype: torch.dtype) -> RowTiles:
+def row_tiles(
+    offsets_E1: Tensor, rows: int, dtype: torch.dtype, backend: str = "triton"
+) -> RowTiles:
     """The tile list that all row products of one call share; made on the device."""
-    bm = tile_rows(dtype, rows, offsets_E1.shape[0] - 1)
+    bm = tile_rows(dtype, rows, offsets_E1.shape[0] - 1, backend)
     return RowTiles(*tile_schedule(offsets_E1, bm, rows), bm)
 
 
@@ -226,11 +230,13 @@ def pack(tiles: RowTiles | None) -> tuple[list[Tensor], int]:
     return ([], 0) if tiles is None else (list(tiles[:4]), tiles.rows)
 
 
-def unpack(tiles: list[Tensor], rows: int, offsets_E1: Tensor, per_row: Tensor) -> RowTiles:
+def unpack(
+    tiles: list[Tensor], rows: int, offsets_E1: Tensor, per_row: Tensor, backend: str = "triton"
+) -> RowTiles:
     """The tiles from the arguments of a custom op; `per_row` has one entry a row."""
     if tiles:
         return RowTiles(*tiles, rows)
-    return row_tiles(offsets_E1, per_row.shape[0], per_row.dtype)
+    return row_tiles(offsets_E1, per_row.shape[0], per_row.dtype, backend)
 
 
 # -------------------------------------------------------------------------------------- descriptors

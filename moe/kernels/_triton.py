@@ -82,10 +82,11 @@ def pick_backend(
 ) -> str:
     """The implementation to run on `tensor`: one of `available`.
 
-    "auto" takes the fastest that can run: on CUDA "hopper" (compute capability 9, if the operator
-    has it), then "triton"; everywhere else, and for float64, "reference". A backend asked for by
-    name is never replaced. "spmm" is a way to compute experts (`moe.sparse.experts`); whatever
-    else a layer does then runs as with "auto".
+    "auto" takes what always runs: on CUDA "triton", everywhere else, and for float64, "reference"
+    (`moe.experts` knows when "hopper" is better). A backend asked for by name is never replaced;
+    for an operator that has no kernel of its own for Hopper, "hopper" means "triton" there. "spmm"
+    is a way to compute experts (`moe.sparse.experts`); whatever else a layer does then runs as with
+    "auto".
 
     Raises:
         ValueError: unknown name, or a named backend that cannot run here; the message says which
@@ -99,13 +100,11 @@ def pick_backend(
     dtype_ok = not floating or tensor.dtype in KERNEL_DTYPES
     if name == "auto":
         if tensor.is_cuda and HAVE_TRITON and not INTERPRET and dtype_ok:
-            if "hopper" in available and capability(tensor.device)[0] == 9:
-                return "hopper"
             return "triton"
         return "reference"
     if name == "reference":
         return name
-    if name not in available:
+    if name not in available and not (name == "hopper" and "triton" in available):
         raise ValueError(
             f"{argument}={name!r} is not implemented by this operator; "
             f"allowed: {', '.join(available)}"
@@ -127,7 +126,7 @@ def pick_backend(
             f"{argument}='triton' needs a CUDA tensor, got {tensor.device}; "
             "on a CPU set TRITON_INTERPRET=1 before the import (slow, for tests) or use 'reference'"
         )
-    return name
+    return name if name in available else "triton"
 
 
 def is_eager(*tensors: torch.Tensor | None) -> bool:

@@ -53,7 +53,7 @@ def clear_rows_triton(y_RD: Tensor, offsets_E1: Tensor) -> None:
 
 
 def _run(y_RD, offsets_E1, backend):
-    (clear_rows_triton if backend == "triton" else clear_rows_ref)(y_RD, offsets_E1)
+    (clear_rows_ref if backend == "reference" else clear_rows_triton)(y_RD, offsets_E1)
 
 
 def _fake(y_RD, offsets_E1, backend):
@@ -71,7 +71,7 @@ def clear_rows(y_RD: Tensor, offsets_E1: Tensor, *, backend: str = "reference") 
     Args:
         y_RD: rows in expert order.
         offsets_E1: int32 first row of each expert.
-        backend: "reference" or "triton", already resolved.
+        backend: "reference", "triton" or "hopper" (as "triton"), already resolved.
     """
     torch._assert(y_RD.is_contiguous(), "clear_rows needs contiguous rows")
     _op(y_RD, offsets_E1, backend)

@@ -137,7 +137,7 @@ def combine_triton(
 
 
 def _run(y_RD, gates_S, row_S, num_tokens, slots_per_token, slot_offsets_T1, backend):
-    f = combine_triton if backend == "triton" else combine_ref
+    f = combine_ref if backend == "reference" else combine_triton
     return f(y_RD, gates_S, row_S, num_tokens, slots_per_token, slot_offsets_T1)
 
 
@@ -174,6 +174,6 @@ def combine(
         num_tokens: T.
         slots_per_token: K if every token has K slots, else None and `slot_offsets_T1` (int32 [T +
             1]) is given.
-        backend: "reference" or "triton", already resolved.
+        backend: "reference", "triton" or "hopper" (as "triton"), already resolved.
     """
     return _op(y_RD, gates_S, row_S, num_tokens, slots_per_token, slot_offsets_T1, backend)

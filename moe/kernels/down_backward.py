@@ -375,6 +375,17 @@ def _scaled_activation_kernel(
 # ----------------------------------------------------------------------------------------- launcher
 
 
+def sum_parts(dot: Tensor, row_S: Tensor | None, dgate_S: Tensor, used: Tensor) -> None:
+    """dgate_S from the parts of <dA, A>, dot [parts, R]; `used` [1] counts the real rows."""
+    S = dgate_S.shape[0]
+    if S:
+        launch(
+            _gate_gradient_kernel, (triton.cdiv(S, 1024),),
+            dot, row_S, dgate_S, used, dot.shape[1], S, dot.shape[0],
+            BY_SLOT=row_S is not None, BS=1024,
+        )  # fmt: skip
+
+
 def down_backward_triton(
     do_TD: Tensor,
     w2_EDN: Tensor,
@@ -455,20 +466,7 @@ def down_backward_triton(
                 do_TD, b2_ED.contiguous(), dot, token_R, tiles.expert_B, tiles.start_B, tiles.end_B,
                 R, D, do_TD.stride(0), parts, GATHER=token_R is not None, BM=tiles.rows, BK=64,
             )  # fmt: skip
-        S = dgate_S.shape[0]
-        launch(
-            _gate_gradient_kernel,
-            (triton.cdiv(S, 1024),),
-            dot,
-            row_S,
-            dgate_S,
-            used,
-            R,
-            S,
-            dot.shape[0],
-            BY_SLOT=row_S is not None,
-            BS=1024,
-        )
+        sum_parts(dot, row_S, dgate_S, used)
     return dh_RH, a_RN, dgate_S
 
 
@@ -483,8 +481,19 @@ def _run(
         do_TD, w2_EDN, b2_ED, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, activation,
         want_dh, want_a, want_dgate,
     )  # fmt: skip
-    if backend == "triton":
-        outs = down_backward_triton(*args, _tiles.unpack(tiles, tile_rows, offsets_E1, h_RH))
+    if backend == "hopper" and (want_dh or want_dgate):
+        from moe.kernels.hopper.down_backward import down_backward_hopper
+
+        # One kernel makes all three: with some frozen, what is not wanted is dropped.
+        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, h_RH, backend)
+        outs = down_backward_hopper(
+            do_TD, w2_EDN, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, want_dgate, tiles
+        )
+        wanted = (want_dh, want_a, want_dgate)
+        outs = tuple(out if want else None for out, want in zip(outs, wanted))
+    elif backend != "reference":
+        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, h_RH, backend)
+        outs = down_backward_triton(*args, tiles)
     else:
         outs = down_backward_ref(*args)
     return tuple(h_RH.new_empty(0) if out is None else out for out in outs)
@@ -543,7 +552,7 @@ def down_backward(
         row_S: int32 row of each slot, -1 for none; None: dgate is by row.
         offsets_E1: int32 first row of each expert; rows from the last entry on are left undefined
             in dh and a.
-        backend: "reference" or "triton", already resolved.
+        backend: "reference", "triton" or "hopper", already resolved.
     """
     dh, a, dgate = _op(
         do_TD, w2_EDN, b2_ED, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, activation,

@@ -39,8 +39,12 @@ def down_forward_ref(
 
 
 def _run(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, tiles, tile_rows, backend):
-    if backend == "triton":
-        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, a_RN)
+    if backend != "reference":
+        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, a_RN, backend)
+        if backend == "hopper":
+            from moe.kernels.hopper.rows import rows_hopper
+
+            return rows_hopper(a_RN, w2_EDN, scale_R, tiles, transposed=True)
         return rows_triton(a_RN, w2_EDN.transpose(1, 2), b2_ED, scale_R, tiles)
     return down_forward_ref(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R)
 
@@ -78,6 +82,6 @@ def down_forward(
         offsets_E1: int32 first row of each expert.
         scale_R: fp32 factor of each row (after the bias), or None.
         tiles: row tiles, see `up_forward`.
-        backend: "reference" or "triton", already resolved.
+        backend: "reference", "triton" or "hopper", already resolved.
     """
     return _op(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, *_tiles.pack(tiles), backend)

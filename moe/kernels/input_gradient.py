@@ -26,8 +26,12 @@ def input_gradient_ref(dh_RH: Tensor, w1_EHD: Tensor, offsets_E1: Tensor) -> Ten
 
 
 def _run(dh_RH, w1_EHD, offsets_E1, tiles, tile_rows, backend):
-    if backend == "triton":
-        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, dh_RH)
+    if backend != "reference":
+        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, dh_RH, backend)
+        if backend == "hopper":
+            from moe.kernels.hopper.rows import rows_hopper
+
+            return rows_hopper(dh_RH, w1_EHD, None, tiles, transposed=False)
         return rows_triton(dh_RH, w1_EHD, None, None, tiles)
     return input_gradient_ref(dh_RH, w1_EHD, offsets_E1)
 
@@ -61,6 +65,6 @@ def input_gradient(
         w1_EHD: weights of the up-projection.
         offsets_E1: int32 first row of each expert.
         tiles: row tiles, see `up_forward`.
-        backend: "reference" or "triton", already resolved.
+        backend: "reference", "triton" or "hopper", already resolved.
     """
     return _op(dh_RH, w1_EHD, offsets_E1, *_tiles.pack(tiles), backend)

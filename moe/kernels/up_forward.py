@@ -240,8 +240,13 @@ def up_forward_triton(
 def _run(
     x_TD, w1_EHD, b1_EH, token_R, offsets_E1, activation, save_h, tiles, tile_rows, backend
 ):  # fmt: skip
-    if backend == "triton":
-        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, x_TD if token_R is None else token_R)
+    if backend != "reference":
+        per_row = x_TD if token_R is None else token_R
+        tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, per_row, backend)
+        if backend == "hopper":
+            from moe.kernels.hopper.rows import up_forward_hopper
+
+            return up_forward_hopper(x_TD, w1_EHD, token_R, save_h, tiles)
         return up_forward_triton(
             x_TD, w1_EHD, b1_EH, token_R, offsets_E1, activation, save_h, tiles
         )
@@ -291,7 +296,7 @@ def up_forward(
         activation: a name in `activations.WIDTH`.
         save_h: False leaves H out (its tensor has no rows).
         tiles: row tiles of `offsets_E1` as made by `_tiles.row_tiles`, or None to make them here.
-        backend: "reference" or "triton", already resolved.
+        backend: "reference", "triton" or "hopper", already resolved.
 
     Returns:
         (h_RH, a_RN) in the dtype of x.

@@ -309,7 +309,11 @@ def bias_gradient_triton(
 
 
 def _run(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend):
-    f = weight_gradient_triton if backend == "triton" else weight_gradient_ref
+    if backend == "hopper":
+        from moe.kernels.hopper.outer import weight_gradient_hopper
+
+        return weight_gradient_hopper(left_RI, right_RO, left_token_R, right_token_R, offsets_E1)
+    f = weight_gradient_ref if backend == "reference" else weight_gradient_triton
     return f(left_RI, right_RO, left_token_R, right_token_R, offsets_E1)
 
 
@@ -318,7 +322,7 @@ def _fake(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend):
 
 
 def _run_add(add_to_EIO, left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend):
-    f = weight_gradient_triton if backend == "triton" else weight_gradient_ref
+    f = weight_gradient_ref if backend == "reference" else weight_gradient_triton
     f(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, add_to_EIO)
 
 
@@ -327,7 +331,7 @@ def _fake_add(add_to_EIO, left_RI, right_RO, left_token_R, right_token_R, offset
 
 
 def _run_bias(g_RO, token_R, gates_S, slot_R, offsets_E1, backend):
-    f = bias_gradient_triton if backend == "triton" else bias_gradient_ref
+    f = bias_gradient_ref if backend == "reference" else bias_gradient_triton
     return f(g_RO, token_R, gates_S, slot_R, offsets_E1)
 
 
@@ -369,8 +373,9 @@ def weight_gradient(
         left_RI, right_RO: operands, in expert order or, with a token array, gathered by it. At
             most one is gathered.
         offsets_E1: int32 first row of each expert.
-        add_to_EIO: buffer to add to in place (its own dtype); the result is then None.
-        backend: "reference" or "triton", already resolved.
+        add_to_EIO: buffer to add to in place (its own dtype); the result is then None. "hopper"
+            does this with the Triton kernel.
+        backend: "reference", "triton" or "hopper", already resolved.
     """
     if add_to_EIO is None:
         return _op(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend)
@@ -393,6 +398,6 @@ def bias_gradient(
         g_RO: gradients, in expert order or, with token_R, gathered by it.
         gates_S: factor of each slot (by row when slot_R is None), or None for 1.
         offsets_E1: int32 first row of each expert.
-        backend: "reference" or "triton", already resolved.
+        backend: "reference", "triton" or "hopper", already resolved.
     """
     return _op_bias(g_RO, token_R, gates_S, slot_R, offsets_E1, backend)

@@ -6,6 +6,7 @@ configuration of each table runs, except where a test forces another.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -19,12 +20,16 @@ from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,
     check,
+    compare,
     counted_routing,
     nan_memory,
+    operands,
     ragged_routing,
     random,
+    run_experts,
     topk_routing,
     weights,
+    with_gates,
 )
 
 pytestmark = pytest.mark.gpu
@@ -36,48 +41,7 @@ def _no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESSERA_TUNE", "0")
 
 
-def _operands(
-    routing: Routing, D: int, N: int, dtype=BF16, activation: str = "swiglu", bias: bool = False
-) -> dict:
-    w1, w2, b1, b2 = weights(routing.num_experts, D, N, activation, dtype, "cuda")
-    values = {"x": random(routing.num_tokens, D, dtype=dtype, device="cuda"), "w1": w1, "w2": w2}
-    values["gates"] = routing.gates_S.detach().clone()
-    if bias:
-        values |= {"b1": b1, "b2": b2}
-    return {name: t.requires_grad_() for name, t in values.items()}
-
-
-def _with_gates(routing: Routing, gates) -> Routing:
-    return Routing(**{**vars(routing), "gates_S": gates})
-
-
-def _run(values: dict, routing: Routing, dout, **options) -> dict:
-    """The output and every gradient by name."""
-    out = experts(
-        values["x"], values["w1"], values["w2"], _with_gates(routing, values["gates"]),
-        b1_EH=values.get("b1"), b2_ED=values.get("b2"), **options,
-    )  # fmt: skip
-    grads = torch.autograd.grad(out, list(values.values()), dout.to(out.dtype))
-    return {"out": out.detach(), **dict(zip(values, grads))}
-
-
-def _compare(
-    routing: Routing, D: int, N: int, dtype=BF16, *, bias=False, activation="swiglu", **options
-) -> None:
-    """Kernels in NaN-filled memory against the reference operators in a wider dtype."""
-    values = _operands(routing, D, N, dtype, activation, bias)
-    dout = random(routing.num_tokens, D, device="cuda").to(dtype)
-    with nan_memory():
-        got = _run(values, routing, dout, activation=activation, backend="triton", **options)
-    wide_dtype = torch.float64 if dtype == torch.float32 else torch.float32
-    wide = {k: t.detach().to(wide_dtype).requires_grad_() for k, t in values.items()}
-    want = _run(wide, routing, dout, activation=activation, backend="reference")
-    for name in want:
-        assert got[name].dtype == (torch.float32 if name == "gates" else dtype), name
-        check(name, got[name], want[name], BOUND[dtype])
-    empty = routing.counts_E == 0
-    assert not got["w1"][empty].any(), "an expert without rows must have exact zeros"
-    assert not got["w2"][empty].any(), "an expert without rows must have exact zeros"
+_compare = functools.partial(compare, backend="triton")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +124,7 @@ def test_every_configuration(choice: tuple[str, Config]):
 def test_operands_of_any_stride(kind: str):
     """Views that TMA cannot address give the numbers of contiguous copies."""
     routing = topk_routing(200, 4, 2, device="cuda")
-    values = _operands(routing, 264, 40)
+    values = operands(routing, 264, 40)
     dout = random(200, 264, dtype=BF16, device="cuda")
     views = {k: t.detach() for k, t in values.items()}
     if kind == "transposed x":
@@ -174,8 +138,8 @@ def test_operands_of_any_stride(kind: str):
     else:
         dout = torch.ones((), dtype=BF16, device="cuda").expand(200, 264)
     views = {k: t.requires_grad_() for k, t in views.items()}
-    got = _run(views, routing, dout, backend="triton")
-    want = _run(values, routing, dout.contiguous(), backend="triton")
+    got = run_experts(views, routing, dout, backend="triton")
+    want = run_experts(values, routing, dout.contiguous(), backend="triton")
     for name in want:
         check(name, got[name], want[name], 4e-3)
 
@@ -205,9 +169,9 @@ def test_permuted_rows_and_unused_ones():
 
 def test_main_gradients():
     routing = topk_routing(600, 4, 2, device="cuda")
-    values = _operands(routing, 264, 40)
+    values = operands(routing, 264, 40)
     dout = random(600, 264, dtype=BF16, device="cuda")
-    want = _run(values, routing, dout, backend="triton")
+    want = run_experts(values, routing, dout, backend="triton")
     mains = [torch.ones_like(values[k], dtype=torch.float32).detach() for k in ("w1", "w2")]
     out = experts(
         values["x"], values["w1"], values["w2"], routing, main_grads=tuple(mains), backend="triton"
@@ -221,15 +185,15 @@ def test_main_gradients():
 
 def test_frozen_subsets_get_none_and_change_nothing():
     routing = topk_routing(300, 4, 2, device="cuda")
-    values = _operands(routing, 264, 40)
+    values = operands(routing, 264, 40)
     dout = random(300, 264, dtype=BF16, device="cuda")
-    want = _run(values, routing, dout, backend="triton")
+    want = run_experts(values, routing, dout, backend="triton")
     for free in itertools.chain.from_iterable(
         itertools.combinations(values, n) for n in range(1, 4)
     ):
         frozen = {k: t.detach().requires_grad_(k in free) for k, t in values.items()}
         out = experts(
-            frozen["x"], frozen["w1"], frozen["w2"], _with_gates(routing, frozen["gates"]),
+            frozen["x"], frozen["w1"], frozen["w2"], with_gates(routing, frozen["gates"]),
             backend="triton",
         )  # fmt: skip
         out.backward(dout)
@@ -242,11 +206,11 @@ def test_frozen_subsets_get_none_and_change_nothing():
 
 def test_ten_repeats_have_the_same_bits():
     routing = topk_routing(3000, 16, 4, device="cuda")
-    values = _operands(routing, 264, 136)
+    values = operands(routing, 264, 136)
     dout = random(3000, 264, dtype=BF16, device="cuda")
-    first = _run(values, routing, dout, backend="triton")
+    first = run_experts(values, routing, dout, backend="triton")
     for _ in range(9):
-        again = _run(values, routing, dout, backend="triton")
+        again = run_experts(values, routing, dout, backend="triton")
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -273,14 +237,14 @@ def test_nothing_is_read_back():
 def test_one_compiled_graph():
     expert_TK = torch.rand(300, 8, device="cuda").argsort(1)[:, :2].int()
     routing = Routing.from_topk(expert_TK, torch.rand(300, 2, device="cuda"), 8)
-    values = _operands(routing, 264, 40)
+    values = operands(routing, 264, 40)
     dout = random(300, 264, dtype=BF16, device="cuda")
 
     def layer(x, w1, w2, gates):
         made = Routing.from_topk(expert_TK, gates.view(300, 2), 8)
         return experts(x, w1, w2, made, backend="triton") * 1.0
 
-    want = _run(values, routing, dout, backend="triton")
+    want = run_experts(values, routing, dout, backend="triton")
     compiled = torch.compile(layer, fullgraph=True)
     out = compiled(*values.values())
     grads = torch.autograd.grad(out, list(values.values()), dout)
@@ -348,7 +312,7 @@ def test_kept_memory(save: str):
 
 def test_autocast_gives_the_dtype_of_a_linear_layer():
     routing = topk_routing(50, 4, 2, device="cuda")
-    values = _operands(routing, 264, 40, torch.float32)
+    values = operands(routing, 264, 40, torch.float32)
     linear = torch.nn.Linear(264, 8, device="cuda")
     with torch.autocast("cuda", dtype=BF16):
         out = experts(values["x"], values["w1"], values["w2"], routing)

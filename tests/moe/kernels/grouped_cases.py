@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from moe.experts import experts
 from moe.kernels.activations import WIDTH
 from moe.routing import Routing
 
@@ -155,3 +156,65 @@ def experts_by_hand(
             y = y + b2_ED[e]
         out[t] = out[t] + gates_S[s].to(y.dtype) * y
     return torch.stack(out) if out else x_TD.new_zeros(x_TD.shape)
+
+
+# ------------------------------------------------------------------------------ experts on a GPU
+
+
+def operands(
+    routing: Routing,
+    D: int,
+    N: int,
+    dtype=torch.bfloat16,
+    activation: str = "swiglu",
+    bias: bool = False,
+) -> dict:
+    """Leaves x, w1, w2, gates (and b1, b2) on the GPU, all of them free."""
+    w1, w2, b1, b2 = weights(routing.num_experts, D, N, activation, dtype, "cuda")
+    values = {"x": random(routing.num_tokens, D, dtype=dtype, device="cuda"), "w1": w1, "w2": w2}
+    values["gates"] = routing.gates_S.detach().clone()
+    if bias:
+        values |= {"b1": b1, "b2": b2}
+    return {name: t.requires_grad_() for name, t in values.items()}
+
+
+def with_gates(routing: Routing, gates) -> Routing:
+    """The same routing with other gates."""
+    return Routing(**{**vars(routing), "gates_S": gates})
+
+
+def run_experts(values: dict, routing: Routing, dout, **options) -> dict:
+    """The output and every gradient by name."""
+    out = experts(
+        values["x"], values["w1"], values["w2"], with_gates(routing, values["gates"]),
+        b1_EH=values.get("b1"), b2_ED=values.get("b2"), **options,
+    )  # fmt: skip
+    grads = torch.autograd.grad(out, list(values.values()), dout.to(out.dtype))
+    return {"out": out.detach(), **dict(zip(values, grads))}
+
+
+def compare(
+    routing: Routing,
+    D: int,
+    N: int,
+    dtype=torch.bfloat16,
+    *,
+    backend: str,
+    bias=False,
+    activation="swiglu",
+    **options,
+) -> None:
+    """Kernels in NaN-filled memory against the reference operators in a wider dtype."""
+    values = operands(routing, D, N, dtype, activation, bias)
+    dout = random(routing.num_tokens, D, device="cuda").to(dtype)
+    with nan_memory():
+        got = run_experts(values, routing, dout, activation=activation, backend=backend, **options)
+    wide_dtype = torch.float64 if dtype == torch.float32 else torch.float32
+    wide = {k: t.detach().to(wide_dtype).requires_grad_() for k, t in values.items()}
+    want = run_experts(wide, routing, dout, activation=activation, backend="reference")
+    for name in want:
+        assert got[name].dtype == (torch.float32 if name == "gates" else dtype), name
+        check(name, got[name], want[name], BOUND[dtype])
+    empty = routing.counts_E == 0
+    assert not got["w1"][empty].any(), "an expert without rows must have exact zeros"
+    assert not got["w2"][empty].any(), "an expert without rows must have exact zeros"

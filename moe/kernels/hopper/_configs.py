@@ -1,0 +1,91 @@
+"""Configurations of the Hopper kernels, which operands they take, and their TMA descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.kernels import _tuning
+from moe.kernels._triton import num_sms
+
+ROWS = 128
+"""Rows of every row tile."""
+
+
+class Config(NamedTuple):
+    """One way to run a Hopper kernel."""
+
+    bm: int
+    """Rows of the output tile; 128 for row products."""
+    bn: int
+    bk: int = 64
+    stages: int = 4
+    parts: int = 4
+    """Ranges of columns in which a finished tile is stored, each under one step of the next."""
+    group: int = 8
+    """Row tiles that share the columns of a weight while it is in L2."""
+
+    def __str__(self) -> str:
+        return f"{self.bm}x{self.bn}x{self.bk} s{self.stages} g{self.group} /{self.parts}"
+
+
+# The first entry is the default. All compile for sm_90a without spilled registers and fit the
+# 227 KiB of shared memory of a program (tests/moe/kernels/hopper).
+CONFIGS: dict[str, list[Config]] = {
+    "up": [Config(128, 256, parts=8), Config(128, 256, parts=8, group=16)],
+    "rows": [Config(128, 256), Config(128, 256, group=16)],
+    "down_backward": [Config(128, 256, parts=16), Config(128, 256, stages=3, parts=16)],
+    "outer_left": [Config(128, 256), Config(256, 128)],
+    "outer_right": [Config(256, 128), Config(128, 256)],
+}
+
+_forced: dict[str, Config] = {}
+_picked: dict[tuple, Config] = {}
+
+
+@contextlib.contextmanager
+def forced(**configs: Config) -> Iterator[None]:
+    """Inside: the named kernels run with the given configurations."""
+    global _forced
+    before = _forced
+    _forced = {**_forced, **configs}
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def pick_config(
+    kernel: str, key: tuple, run: Callable[[Config], object], device: torch.device
+) -> Config:
+    """The configuration to run: forced, or the fastest for this class of shapes, or the default."""
+    if kernel in _forced:
+        return _forced[kernel]
+    listed = CONFIGS[kernel]
+    if len(listed) == 1:
+        return listed[0]
+    place = (kernel, key, device)
+    config = _picked.get(place)
+    if config is None:
+        config = _tuning.best(f"hopper {kernel}", key, listed, run, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            _picked[place] = config
+    return config
+
+
+def programs(device: torch.device, most: int) -> int:
+    """Programs of a persistent launch with at most `most` tiles: one for each multiprocessor."""
+    return max(1, min(num_sms(device), most))
+
+
+def addressable(t: Tensor) -> Tensor:
+    """t, or a contiguous copy where TMA cannot address it."""
+    size = t.element_size()
+    fits = t.data_ptr() % 16 == 0 and t.stride(-1) == 1
+    if fits and all(s > 0 and s * size % 16 == 0 for s in t.stride()[:-1]):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,95 @@
+"""Who runs the Hopper kernels: what they can do, what is refused, what is noticed once."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from moe.experts import experts
+from moe.kernels import hopper
+from tests.moe.kernels.grouped_cases import random, topk_routing, weights
+
+BF16 = torch.bfloat16
+
+
+def _operands(D: int = 64, N: int = 32, dtype=BF16):
+    w1, w2, b1, b2 = weights(2, D, N, dtype=dtype)
+    return [random(8, D, dtype=dtype), w1, w2, None, None, "swiglu"], b1, b2
+
+
+def test_operands_they_can_do():
+    fits, b1, b2 = _operands()
+    assert hopper.why_not(*fits) is None
+    for index, value, word in ((3, b1, "bias"), (4, b2, "bias"), (5, "geglu", "geglu")):
+        other = list(fits)
+        other[index] = value
+        assert word in hopper.why_not(*other)
+    for (D, N), word in {(60, 32): "D=60", (64, 12): "N=12"}.items():
+        assert word in hopper.why_not(*_operands(D, N)[0])
+    assert "float16" in hopper.why_not(*_operands(dtype=torch.float16)[0])
+
+
+def test_auto_leaves_them_on_a_cpu():
+    fits, *_ = _operands()
+    assert not hopper.prefers(*fits, 10_000)
+
+
+def test_named_backend_is_refused_with_the_reason(monkeypatch):
+    fits, b1, _ = _operands()
+    monkeypatch.setattr(hopper, "missing", lambda: None)
+    hopper.require(*fits)
+    with pytest.raises(ValueError, match="backend='hopper' cannot run this: bias"):
+        hopper.require(*fits[:3], b1, None, "swiglu")
+    monkeypatch.setattr(hopper, "missing", lambda: "Triton 3.5 is installed")
+    with pytest.raises(ValueError, match=r"Triton 3\.5 is installed"):
+        hopper.require(*fits)
+
+
+def test_named_backend_on_a_cpu():
+    routing = topk_routing(8, 2, 1)
+    w1, w2, *_ = weights(2, 64, 32, dtype=BF16)
+    with pytest.raises(ValueError, match="compute capability 9"):
+        experts(random(8, 64, dtype=BF16), w1, w2, routing, backend="hopper")
+
+
+def test_a_whole_missing_tier_is_noticed_once(monkeypatch):
+    """On a Hopper GPU whose Triton has no Gluon, auto falls back with one notice."""
+    monkeypatch.setattr(hopper, "_here", lambda device: True)
+    monkeypatch.setattr(hopper, "missing", lambda: "Triton 3.5 is installed")
+    hopper._notice.cache_clear()
+    fits, *_ = _operands()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert not hopper.prefers(*fits, 1000)
+        assert not hopper.prefers(*fits, 1000)
+    assert ["Triton 3.5" in str(w.message) for w in seen] == [True]
+    hopper._notice.cache_clear()
+    monkeypatch.setattr(hopper, "missing", lambda: None)
+    assert hopper.prefers(*fits, 1000)
+    assert not hopper.prefers(*fits, 127)  # fewer than 64 rows for each of 2 experts
+
+
+def test_versions(monkeypatch):
+    for version, fine in (("3.5.1", False), ("3.6.0", True), ("3.8.0", True), ("3.9.0", False)):
+        hopper.missing.cache_clear()
+        monkeypatch.setattr(hopper, "HAVE_TRITON", True)
+        monkeypatch.setattr(hopper, "INTERPRET", False)
+        monkeypatch.setattr(hopper.triton, "__version__", version)
+        monkeypatch.setattr(hopper.importlib, "import_module", lambda name: None)
+        assert (hopper.missing() is None) == fine, version
+    hopper.missing.cache_clear()
+
+
+def test_resolved_while_compiling(monkeypatch):
+    """torch.compile sees the choice as a constant: no graph break."""
+    monkeypatch.setattr(hopper, "_here", torch.compiler.assume_constant_result(lambda d: True))
+    monkeypatch.setattr(hopper, "missing", lambda: None)
+    fits, *_ = _operands()
+
+    def choose(x, w1, w2):
+        return x + 1.0 if hopper.prefers(x, w1, w2, None, None, "swiglu", 1000) else x - 1.0
+
+    compiled = torch.compile(choose, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*fits[:3]), fits[0] + 1.0)
