@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -60,21 +61,52 @@ def forced(**configs: Config) -> Iterator[None]:
 
 
 def pick_config(
-    kernel: str, key: tuple, run: Callable[[Config], object], device: torch.device
+    kernel: str,
+    key: tuple,
+    run: Callable[[Config], object],
+    device: torch.device,
+    *,
+    gather: bool,
 ) -> Config:
-    """The configuration to run: forced, or the fastest for this class of shapes, or the default."""
+    """The configuration to run: forced, or the fastest for this class of shapes, or the default.
+
+    Tuning chooses among those alone that compute a small problem right on this card.
+
+    Args:
+        kernel: name in `CONFIGS`.
+        key: shape class.
+        run: launches the kernel with a configuration, with no effect but on new tensors.
+        gather: whether the call gathers an operand.
+    """
     if kernel in _forced:
         return _forced[kernel]
     listed = CONFIGS[kernel]
     if len(listed) == 1:
         return listed[0]
-    place = (kernel, key, device)
+    place = (kernel, key, gather, device)
     config = _picked.get(place)
     if config is None:
-        config = _tuning.best(f"hopper {kernel}", key, listed, run, device=device)
+
+        def run_checked(config: Config) -> None:
+            _refuse_wrong(kernel, config, gather, device)
+            run(config)
+
+        config = _tuning.best(
+            f"hopper {kernel}", (*key, gather), listed, run_checked, device=device
+        )
         if not torch.cuda.is_current_stream_capturing():
             _picked[place] = config
     return config
+
+
+@functools.cache
+def _refuse_wrong(kernel: str, config: Config, gather: bool, device: torch.device) -> None:
+    """Raises RuntimeError, which leaves the configuration out, where its results are wrong."""
+    from moe.kernels.hopper import _selftest
+
+    error = _selftest.error(kernel, config, gather, device)
+    if not error <= _selftest.BOUND:
+        raise RuntimeError(f"hopper {kernel} [{config}]: relative error {error:.1e} on {device}")
 
 
 def programs(device: torch.device, most: int) -> int:

@@ -260,7 +260,7 @@ def down_backward_hopper(
         lambda c: down_backward_hopper(
             do_TD, w2_EDN, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, want_dgate, tiles, c
         ),
-        h_RH.device,
+        h_RH.device, gather=token_R is not None,
     )  # fmt: skip
     do_TD, w2_EDN = addressable(do_TD), addressable(w2_EDN)
     gates_S = None if gates_S is None else gates_S.contiguous()

@@ -253,7 +253,7 @@ def weight_gradient_hopper(
         lambda c: weight_gradient_hopper(
             left_RI, right_RO, left_token_R, right_token_R, offsets_E1, c
         ),
-        left_RI.device,
+        left_RI.device, gather=gather_left or gather_right,
     )  # fmt: skip
     left_RI, right_RO = addressable(left_RI), addressable(right_RO)
     gather = gather_left or gather_right

@@ -306,6 +306,7 @@ def up_forward_hopper(
     c = config or pick_config(
         "up", (size_class(R), D, H),
         lambda c: up_forward_hopper(x_TD, w1_EHD, token_R, save_h, tiles, c), x_TD.device,
+        gather=token_R is not None,
     )  # fmt: skip
     x_TD, w1_EHD = addressable(x_TD), addressable(w1_EHD)
     _launch(x_TD, token_R, w1_EHD, h_RH if save_h else None, a_RN, None, tiles, c, True)
@@ -330,7 +331,7 @@ def rows_hopper(
     c = config or pick_config(
         "rows", (size_class(R), I, O, transposed),
         lambda c: rows_hopper(a_RI, w, scale_R, tiles, transposed=transposed, config=c),
-        a_RI.device,
+        a_RI.device, gather=False,
     )  # fmt: skip
     scale_R = None if scale_R is None else scale_R.to(torch.float32).contiguous()
     _launch(addressable(a_RI), None, addressable(w), out_RO, None, scale_R, tiles, c, transposed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -93,3 +94,28 @@ def test_resolved_while_compiling(monkeypatch):
 
     compiled = torch.compile(choose, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*fits[:3]), fits[0] + 1.0)
+
+
+def test_a_wrong_configuration_is_never_chosen(monkeypatch):
+    """The self-test stands before the clock: a candidate with a large error is left out."""
+    pytest.importorskip("triton.experimental.gluon")
+    _configs = pytest.importorskip("moe.kernels.hopper._configs")
+    from moe.kernels.hopper import _selftest
+
+    wrong, right, odd = (_configs.Config(128, 256, group=g) for g in (2, 4, 6))
+    errors = {wrong: 0.5, right: 2e-3, odd: float("nan")}
+    monkeypatch.setitem(_configs.CONFIGS, "rows", list(errors))
+    monkeypatch.setattr(_selftest, "error", lambda kernel, config, gather, device: errors[config])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    measured = []
+
+    def best(name, key, configs, run, device):
+        for config in configs:
+            with contextlib.suppress(RuntimeError):
+                run(config)
+        return measured[0]
+
+    monkeypatch.setattr(_configs._tuning, "best", best)
+    device = torch.device("cpu")
+    picked = _configs.pick_config("rows", ("test",), measured.append, device, gather=False)
+    assert (picked, measured) == (right, [right])
