@@ -179,6 +179,24 @@ def test_forwards_evaluation_and_recomputation_leave_the_state_alone():
         assert torch.equal(buffer, before[name]), name
 
 
+def test_evaluation_between_two_steps_leaves_no_trace():
+    """pytorch/torchtitan#4148, with skewed data and gradients left on."""
+    biases = []
+    for evaluations in (0, 2):
+        torch.manual_seed(5)
+        layer = biased(bias_update="proportional", bias_rate=0.1)
+        batches = torch.randn(2, 40, 6)
+        for step, x in enumerate(batches, 1):
+            update_routers(layer, layer(x)[1], step=step)
+            layer.eval()
+            for _ in range(evaluations):
+                layer(torch.ones(30, 6))
+            layer.train()
+        biases.append(layer.router.selection_bias.clone())
+    assert torch.equal(*biases)
+    assert biases[0].abs().max() > 0
+
+
 def test_a_skipped_step_changes_no_bit_even_with_statistics_that_are_not_finite():
     layer = biased(ema=0.5, keep_load=True)
     update_routers(layer, layer(torch.randn(50, 6))[1], step=1)

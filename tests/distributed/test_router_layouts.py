@@ -1,0 +1,194 @@
+"""Balance losses and the state of routers for any layout: processes, accumulation, padding.
+
+Steps are taken by the trainer's own `train_step` in float64, so that what differs is a difference;
+a stand-in for the optimizer keeps the gradient as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from models.build import build_model, parameter_kinds
+from models.config import ModelConfig
+from moe import RouterControl
+from moe.control import begin_step, routers_of
+from parallel import World
+from tests.distributed.launch import run
+from tests.training import test_loop as alone
+from tests.training.tiny import MODEL
+from training.loop import TERMS, agree_on_step, train_step
+from training.optim import Outcome
+
+ROWS = 16
+GLM = {"family": "glm4_moe", "first_k_dense_replace": 0}
+# name → fields of the model, of its routers' control, and of the config's router section
+CASES = {
+    "global": ({}, {}, {"balance_scope": "global"}),
+    "global cv2": ({}, {}, {"balance_scope": "global", "balance_form": "cv2"}),
+    "lagged": ({}, {"keep_load": True}, {"balance_scope": "lagged"}),
+    "sequence": ({}, {}, {"balance_scope": "sequence"}),
+    "bias": (GLM, {"bias_update": "rms", "bias_rate": 0.1}, {"balance_scope": "global"}),
+    "ema": ({}, {"ema": 0.5}, {"balance_scope": "global"}),
+    "relu": ({}, {"l1_start": 0.1}, {"balance_scope": "global", "balance_coef": 0.0}),
+}
+
+
+class Keep:
+    """Takes no step but plain descent, and keeps the summed float64 gradient."""
+
+    def __init__(self, model, world: World) -> None:
+        self.model, self.world = model, world
+        self.parameters = dict(model.named_parameters())
+        self.terms = torch.zeros(len(TERMS), dtype=torch.float64)
+        self.groups, self.group_norms = (), torch.zeros(0)
+
+    def zero_grad(self):
+        self.terms.zero_()
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def micro_batch(self, last):
+        return nullcontext()
+
+    def backward(self, loss):
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self, lr):
+        for tensor in [self.terms, *(p.grad for p in self.parameters.values())]:
+            if self.world.size > 1:
+                dist.all_reduce(tensor)
+        for parameter in self.parameters.values():
+            parameter -= lr * parameter.grad
+        zero = torch.zeros((), dtype=torch.float64)
+        return Outcome(zero, zero, zero)
+
+
+def data(padded: bool):
+    """Rows with unequal numbers of valid tokens; some rows hold none at all."""
+    tokens, labels = alone.rows(ROWS)
+    lengths = torch.tensor([alone.LENGTH - row % 4 for row in range(ROWS)])
+    lengths[5] = lengths[11] = 0
+    valid = torch.arange(alone.LENGTH) < lengths[:, None]
+    labels = labels.masked_fill(~valid, -100)
+    if padded:  # what padding holds, and how much of it there is, changes nothing
+        tokens = torch.where(valid, tokens, 7)
+    return tokens, labels, valid
+
+
+def batches_of(world: World, accumulation: int, padded: bool):
+    size = ROWS // world.size // accumulation
+    mine = slice(world.rank * ROWS // world.size, (world.rank + 1) * ROWS // world.size)
+    parts = [tensor[mine].split(size) for tensor in data(padded)]
+    batches = [alone.batch_of(*part) for part in zip(*parts)]
+    return [_widened(batch) for batch in batches] if padded else batches
+
+
+def _widened(batch):
+    """Five more columns of padding."""
+    pad = {"tokens_BL": 3, "labels_BL": -100, "positions_BL": 0, "valid_BL": False}
+    wide = {key: F.pad(getattr(batch, key), (0, 5), value=value) for key, value in pad.items()}
+    template = alone.make_batch(
+        [None] * len(batch.rows), ((-1, 0, 0),) * len(batch.rows), alone.LENGTH + 5, 0
+    )
+    return dataclasses.replace(batch, **wide, documents=template.documents)
+
+
+def steps(case: str, world: World, accumulation: int, padded: bool) -> dict[str, torch.Tensor]:
+    """Two steps: balance value, router gradients and state after the second."""
+    fields, control, setting = CASES[case]
+    config = ModelConfig(**MODEL | fields, initializer_range=0.3)
+    options = {"score": "relu", "norm": "none"} if case == "relu" else {}
+    model = build_model(
+        config,
+        dtype=torch.float64,
+        seed=1,
+        control=RouterControl(**control),
+        sequence_stats=setting["balance_scope"] == "sequence",
+        **options,
+    )
+    optimizer = Keep(model, world)
+    router = alone.router(balance=0.5, z=0.01)
+    for key, value in setting.items():
+        setattr(router, key, value)
+    batches = batches_of(world, accumulation, padded)
+    for step in (1, 2):
+        begin_step(model, step)
+        totals = agree_on_step(world, batches, stop=False)
+        train_step(
+            model, optimizer, batches, totals, step=step, lr=0.3, router=router, world=world,
+            device=alone.CPU,
+        )  # fmt: skip
+    found = {"balance": optimizer.terms[1:2].clone()}
+    for name, kind in parameter_kinds(model).items():
+        if kind == "router":
+            found[name] = optimizer.parameters[name].grad.clone()
+    for layer, each in enumerate(routers_of(model)):
+        found |= {f"{layer} {name}": b.double().clone() for name, b in each.named_buffers()}
+    return found
+
+
+def layouts(
+    accumulations, cases=tuple(CASES), paddings=(False, True)
+) -> dict[tuple, dict[str, torch.Tensor]]:
+    world = World()
+    if dist.is_initialized():
+        world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    return {
+        (case, accumulation, padded): steps(case, world, accumulation, padded)
+        for case in cases
+        for accumulation in accumulations
+        for padded in paddings
+    }
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """One process, all rows in one micro-batch, no more padding than the rows need."""
+    return {case: steps(case, World(), 1, False) for case in CASES}
+
+
+def compare(found, whole):
+    for (case, accumulation, padded), tensors in found.items():
+        where = f"{case}, accumulation {accumulation}, padded {padded}"
+        assert tensors.keys() == whole[case].keys()
+        for name, right in whole[case].items():
+            error = (tensors[name] - right).norm() / right.norm().clamp(min=1e-12)
+            assert error < 1e-6, f"{where}: {name} differs by {error:.2g}"
+
+
+def test_one_process(whole):
+    compare(layouts([1, 2, 4]), whole)
+    for case, tensors in whole.items():
+        assert all(tensor.norm() > 0 for tensor in tensors.values()), case
+        assert len(tensors) == 3 + 2 * (case not in ("global", "global cv2", "sequence"))
+
+
+@pytest.mark.parametrize(
+    ("world", "accumulations", "cases"),
+    [(2, [4], tuple(CASES)), (4, [1, 2], ("global", "lagged", "bias"))],
+)
+def test_several_processes(whole, world, accumulations, cases):
+    results = run(world, layouts, accumulations, cases, (True,))
+    for found in results:
+        compare(found, whole)
+    for key, tensors in results[0].items():
+        for other in results[1:]:
+            for name, tensor in tensors.items():
+                assert torch.equal(other[key][name], tensor), f"{key}: ranks differ in {name}"
+
+
+def test_the_micro_scope_does_depend_on_the_layout(whole):
+    """So that the comparison above can fail."""
+    CASES["micro"] = ({}, {}, {"balance_scope": "micro"})
+    try:
+        one, four = (steps("micro", World(), accumulation, False) for accumulation in (1, 4))
+    finally:
+        del CASES["micro"]
+    assert (one["balance"] - four["balance"]).abs().item() > 1e-3
