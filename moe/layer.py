@@ -236,8 +236,7 @@ class MoE(nn.Module):
         y_TD = self.compute(x_TD, routing)
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         select_TE = logits_TE if select_TE is None else select_TE
-        stats = self._stats(logits_TE, select_TE, gating, routing, valid_T, sequences)
-        stats = stats._replace(gate_sum_E=gate_sum_E)
+        stats = self._stats(logits_TE, select_TE, gating, routing, valid_T, sequences, gate_sum_E)
         return y_TD.view(x.shape), stats
 
     def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -291,6 +290,7 @@ class MoE(nn.Module):
         routing: Routing,
         valid_T: Tensor | None,
         sequences: int,
+        gate_sum_E: Tensor | None,
     ) -> RouterStats:
         sequence = gating.lse_T.new_zeros(())
         if self.config.sequence_stats and logits_TE.shape[0]:
@@ -309,6 +309,7 @@ class MoE(nn.Module):
                 keys = selection_keys(select_TE, self.config, self.router.selection_bias, valid_T)
                 targets = self.config.control.bias_targets
                 quantile_E = tokens * quantiles(*keys, self.router.active_k, targets)
+        # Made in one call: Dynamo of torch 2.11 cannot return what `_replace` gives.
         return RouterStats(
             counts_E=gating.counts_E,
             prob_sum_E=gating.prob_sum_E,
@@ -318,6 +319,7 @@ class MoE(nn.Module):
             tokens=tokens,
             nonfinite=gating.nonfinite,
             rows_E=routing.counts_E,
+            gate_sum_E=gate_sum_E,
             quantile_sum_E=quantile_E,
         )
 
