@@ -124,8 +124,8 @@ class Pull:
     def start(self, rows: Tensor, split: Split) -> Pending:
         received = rows.new_empty(sum(split.receive), *rows.shape[1:])
         width = rows.element_size() * (rows.shape[1:].numel())
-        if split.most * width > self.capacity:  # the same on all ranks
-            self.capacity = -(-split.most * width * 5 // 4 // _GRAIN) * _GRAIN
+        if split.most * width > self.capacity or not self.capacity:  # the same on all ranks
+            self.capacity = max(1, -(-split.most * width * 5 // 4 // _GRAIN)) * _GRAIN
             self.memory.reserve(SLOTS * self.capacity)
         base = self.count % SLOTS * self.capacity
         self.count += 1

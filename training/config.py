@@ -207,7 +207,7 @@ class TrainConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of matrix products; master weights are float32. auto: bfloat16 on CUDA."""
     compile: Literal["auto"] | bool = "auto"
-    """torch.compile of the blocks. auto: on CUDA."""
+    """torch.compile of the blocks. auto: on CUDA, but not under DeepSpeed."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them."""
 
@@ -495,7 +495,8 @@ def make_plan(
         world_size=world_size,
         device=device,
         dtype=dtype,
-        compile=on_gpu if train.compile == "auto" else train.compile,
+        # DeepSpeed's hooks cut a block into pieces: minutes of compiling, and little gained.
+        compile=on_gpu and engine != "deepspeed" if train.compile == "auto" else train.compile,
         mesh=mesh,
         engine=engine,
         exchange=exchange,

@@ -6,7 +6,8 @@
 in a small JSON file, so a second start measures nothing and does not depend on the noise of the
 day: with the same file every process and every restart takes the same configurations, hence the
 same order of summation. Processes that ask at the same time wait for the one that measures (file
-lock); ranks on several hosts agree when `TESSERA_CACHE` names a folder that they share.
+lock); those of one run each measure and take what the first has written. Ranks on several hosts
+agree when `TESSERA_CACHE` names a folder that they share.
 
 Nothing is measured while a CUDA graph is captured, while torch.compile traces, on a CPU, or with
 `TESSERA_TUNE=0`: then a choice of the file counts, else the first configuration. Shape classes are
@@ -96,10 +97,14 @@ def best(
     if index is None and not _may_measure(device, measure):
         return configs[0]  # not remembered: a later call may measure
     if index is None:
+        # Processes of one run never wait for each other here: the one that measures may itself be
+        # waiting for rows that the other has not sent yet. They agree afterwards.
+        own = _fastest(configs, run, measure or _cuda_seconds) if _in_a_group() else None
         with _locked(path):
             index = _lookup(path, entry, len(configs))  # another process was first
             if index is None:
-                index = _fastest(configs, run, measure or _cuda_seconds)
+                measured = own is not None
+                index = own if measured else _fastest(configs, run, measure or _cuda_seconds)
                 _record(path, entry, index)
     _chosen[place] = index
     return configs[index]
@@ -116,6 +121,11 @@ def _may_measure(device: torch.device, measure: Measure | None) -> bool:
     if measure is not None:
         return True
     return device.type == "cuda" and not INTERPRET and not torch.cuda.is_current_stream_capturing()
+
+
+def _in_a_group() -> bool:
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _fastest(configs: Sequence[C], run: Callable[[C], None], measure: Measure) -> int:

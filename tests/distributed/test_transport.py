@@ -102,6 +102,7 @@ def _pull_delivers(folder: str, slots: int, grain: int):
     pull.SLOTS, pull._GRAIN = slots, grain
     # Ranks read at different speeds, so that a buffer overwritten too early is seen.
     transport = Pull(FileMemory(folder, lag=0.004 * dist.get_rank()), torch.device("cpu"))
+    _check(transport, np.zeros((N, N), dtype=np.int64), torch.float32, 0)  # before any buffer
     for salt in range(3):
         for table in TRAFFIC.values():
             for dtype in (torch.float32, torch.bfloat16):
