@@ -9,7 +9,8 @@ layer: one MoE layer, forward and backward, in every mode of travelling. Beside 
 that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that
 of the exchanges alone. hidden = 1 - (time - free) / alone. With --row-us every row takes that many
 microseconds on the wire, one exchange after the other, as on a slow network: that shows the
-schedule on a machine without one.
+schedule on a machine without one. With --traces the profiler's timelines are kept, and the share
+of the time that rows move in which the GPU computes as well is read out of them.
 
 engine: whole steps of a config on random tokens, by the trainer's own model, engine and step:
 tokens per second, peak memory, losses. `--small` takes the narrow model of scripts/verify.py.
@@ -130,6 +131,7 @@ def bench_layer(
     row_s: float,
     repeats: int,
     modes: str | None = None,
+    traces: str | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of the table; the slowest rank's medians."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -171,7 +173,13 @@ def bench_layer(
         for direction in ("forward", "backward"):
             exposed = row[f"{direction} ms"] - row[f"free {direction} ms"]
             row[f"{direction} hidden"] = 1 - exposed / row["alone ms"]
+        if traces is not None:
+            parallel = expert_parallel(layer, mesh, options, inner)
+            path = Path(traces) / f"{name.replace(' ', '_').replace(',', '')}_{rank}.json"
+            row |= _traced(parallel, x, device, path)
         table.append(row)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
     return table
 
 
@@ -188,6 +196,37 @@ def _pass(layer: MoE, x: Tensor, device: torch.device) -> tuple[float, float]:
     _wait_for(device)
     marks.append(time.perf_counter())
     return marks[1] - marks[0], marks[2] - marks[1]
+
+
+def _traced(layer: MoE, x: Tensor, device: torch.device, path: Path) -> dict[str, float]:
+    """Of one pass by the profiler: milliseconds in which rows were moving, and the share of them in
+    which a product or another kernel was running as well."""
+    with torch.profiler.profile() as profile:
+        _pass(layer, x, device)
+    profile.export_chrome_trace(str(path))
+    moving, computing = [], []
+    for event in json.loads(path.read_text())["traceEvents"]:
+        kind, name = event.get("cat"), str(event.get("name"))
+        if kind not in ("kernel", "gpu_memcpy"):
+            continue
+        span = (event["ts"], event["ts"] + event["dur"])
+        # The largest of a pass's copies are rows; gates, ids and counts are small.
+        if "nccl" in name.lower() or (kind == "gpu_memcpy" and event["dur"] > 20):
+            moving.append(span)
+        elif kind == "kernel":
+            computing.append(span)
+    total = _length(moving)
+    both = total + _length(computing) - _length(moving + computing)
+    return {"moving ms": total / 1e3, "beside kernels": both / total if total else 1.0}
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    """Of the union."""
+    length, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        length += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return length
 
 
 def _alone(inner, x: Tensor, rows: int, options, mesh, row_s: float, repeats: int) -> float:
@@ -237,14 +276,17 @@ def bench_engine(config: Config, plan: Plan, steps: int) -> dict[str, Any]:
         config, config.model.config, plan, device, steps=config.train.steps or 1000
     )
     building = time.perf_counter() - started
-    draw = np.random.default_rng(world.rank)
     vocabulary, length = config.model.config.vocab_size, config.data.seq_len
+
+    def row(number: int) -> Row:  # of the whole step, so that any layout has the same ones
+        tokens = np.random.default_rng(number).integers(0, vocabulary, length + 1)
+        return Row(tokens[:-1], tokens[1:].copy(), [length])
+
+    first = world.rank * plan.accumulation * plan.micro_batch_size
     batches = []
-    for _ in range(plan.accumulation):
-        rows = []
-        for _ in range(plan.micro_batch_size):
-            tokens = draw.integers(0, vocabulary, length + 1)
-            rows.append(Row(tokens[:-1], tokens[1:].copy(), [length]))
+    for start in range(first, first + plan.accumulation * plan.micro_batch_size,
+                       plan.micro_batch_size):  # fmt: skip
+        rows = [row(start + i) for i in range(plan.micro_batch_size)]
         batches.append(make_batch(rows, [(0, 0, 0)] * len(rows), length, 0))
     times, losses = [], []
     for step in range(1, steps + 3):
@@ -265,6 +307,8 @@ def bench_engine(config: Config, plan: Plan, steps: int) -> dict[str, Any]:
         _wait_for(device)
         times.append(time.perf_counter() - start)
         losses.append(float(result.numbers[0]))
+        if world.main:
+            print(f"step {step}: {times[-1]:.3f} s, loss {losses[-1]:.5f}", flush=True)
     seconds = statistics.median(times[2:])
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if plan.device == "cuda" else None
     return {
@@ -273,8 +317,7 @@ def bench_engine(config: Config, plan: Plan, steps: int) -> dict[str, Any]:
         "step s": seconds,
         "tokens/s": plan.tokens_per_step / seconds,
         "peak GiB": memory,
-        "first loss": losses[0],
-        "last loss": losses[-1],
+        "losses": " ".join(f"{loss:.5f}" for loss in losses),
     }
 
 
@@ -295,6 +338,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tokens", type=int, help="layer: per rank")
     parser.add_argument("--modes", help="layer: only those whose name this expression finds")
+    parser.add_argument("--traces", help="layer: folder for a timeline of each mode and rank")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds until stacks are shown"
+    )
     parser.add_argument("--small", action="store_true", help="engine: narrow model")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     given = parser.parse_intermixed_args(arguments)
@@ -306,8 +353,9 @@ def main(arguments: list[str]) -> int:
         plan = make_plan(config, given.nproc, cuda=device_type == "cuda")
         print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
         table = run_processes(
-            given.nproc, bench_engine, config, plan, given.repeats, device_type=plan.device
-        )
+            given.nproc, bench_engine, config, plan, given.repeats, device_type=plan.device,
+            timeout_s=given.timeout,
+        )  # fmt: skip
     else:
         if device_type == "cuda":
             # OLMoE's layer
@@ -317,7 +365,8 @@ def main(arguments: list[str]) -> int:
         print(f"{given.nproc} processes on {device_type}, {shape}, {given.row_us} us a row")
         table = run_processes(
             given.nproc, bench_layer, shape, given.nodes or given.nproc, device_type,
-            given.row_us / 1e6, given.repeats, given.modes, device_type=device_type,
+            given.row_us / 1e6, given.repeats, given.modes, given.traces, device_type=device_type,
+            timeout_s=given.timeout,
         )[0]  # fmt: skip
     columns = list(table[0])
     texts = [
