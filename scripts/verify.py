@@ -59,7 +59,9 @@ def shrunk(config: Config) -> Config:
         update={"config": shrink(config.model.config), "init_from": None}
     )
     # Token rounding depends on which tokens a process has.
-    router = config.router.model_copy(update={"rounding": "none"})
+    router = config.router.model_copy(
+        update={"rounding": "none", "jitter": 0.0, "expert_dropout": 0.0}
+    )
     return config.model_copy(update={"model": model, "router": router})
 
 

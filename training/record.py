@@ -294,8 +294,8 @@ def _imbalance(record: Record) -> Iterator[Finding]:
         "warning",
         f"the fullest expert gets {1 + _median(violation.values):.1f} times the mean load"
         + (f", worst in MoE layer {worst}" if worst is not None else ""),
-        f"raise router.balance_coef (now {record.setting('router.balance_coef')}) or larger "
-        "micro-batches with router.balance_scope=micro; memory and time follow the fullest expert",
+        f"raise router.balance_coef (now {record.setting('router.balance_coef')}), "
+        "or see docs/routing.md for a selection bias; memory and time follow the fullest expert",
     )
 
 
