@@ -116,7 +116,8 @@ def router_control(config: Config, steps: int) -> RouterControl:
         bias_ema=router.bias_ema,
         bias_freeze_at=router.bias_freeze_at,
         bias_anneal=None if last_bias is None else (last_bias - router.end_steps, last_bias),
-        keep_load=router.balance_coef > 0 and router.balance_scope == "lagged",
+        keep_load=router.balance_scope == "lagged"
+        and (router.balance_coef > 0 or router.score == "relu"),
         ema=router.ema,
         ema_until=last_acting_step(config, "router.ema", steps),
         freeze_at=router.freeze_at,

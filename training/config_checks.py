@@ -254,6 +254,11 @@ def _check_router(config: Config) -> None:
                     "which chooses by the sign of a logit and balances by its own penalty; "
                     f"allowed: {idle!r}"
                 )
+        if router.balance_scope == "sequence":
+            raise ValueError(
+                "router.balance_scope='sequence' does not go with router.score='relu', whose "
+                "penalty compares with the load of many rows; allowed: global, lagged, micro"
+            )
         if groups > 1 or model.has_selection_bias:
             raise ValueError(
                 f"router.score='relu' knows no groups and no selection bias, which {model.family} "

@@ -107,8 +107,10 @@ def train_step(
     optimizer.zero_grad()
     stats: RouterStats | None = None
     batches = [batch.to(device, non_blocking=True) for batch in batches]
-    load_LE = load_before(model, batches, router.balance_scope, world)
     l1_L, k = _penalty(model)
+    # Without a loss that compares with a load, none has to be found.
+    scope = router.balance_scope if router.balance_coef or l1_L is not None else "micro"
+    load_LE = load_before(model, batches, scope, world)
     for number, batch in enumerate(batches, 1):
         with optimizer.micro_batch(last=number == len(batches)):
             out = model(
@@ -123,7 +125,7 @@ def train_step(
             if out.router is not None:
                 seen = out.router.detach()
                 stats = seen if stats is None else stats.plus(seen)
-                if router.balance_scope == "global" and load_LE is None:
+                if scope == "global" and load_LE is None:
                     load_LE = sum_(world, seen.counts_E.clone())
                 auxiliary, values = router_losses(
                     out.router, totals.tokens, router, load_LE, l1_L, k
@@ -138,6 +140,8 @@ def train_step(
     outcome = optimizer.step(lr)
     if stats is not None:
         stats, applied = _over_processes(stats, world), 1 - outcome.skipped
+        if not router.balance_coef:  # nothing but a number to watch: that of the whole step
+            optimizer.terms[TERMS.index("balance_loss")] = balance_loss(stats).mean()
         if needs_update(model):
             update_routers(model, stats, step=step, applied=applied)
         if health is not None:

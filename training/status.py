@@ -103,9 +103,11 @@ def start(job: Job) -> None:
     probe = next(job.model.parameters())
     experts = pick_backend(config.model.kernels, probe, available=BACKENDS)
     log.say(f"kernels: experts {experts}, loss {loss_backend(probe)}")
-    if job.model.config.moe_layers and config.router.balance_coef:
+    relu = config.router.score == "relu"
+    if job.model.config.moe_layers and (config.router.balance_coef or relu):
+        name = "penalty of the gates" if relu else f"weight {config.router.balance_coef:g}"
         log.say(
-            f"balance loss: weight {config.router.balance_coef:g}, compared with the load of "
+            f"balance loss: {name}, compared with the load of "
             f"{_SCOPES[config.router.balance_scope]}"
         )
         if config.router.balance_scope == "global" and plan.accumulation > 1:

@@ -15,6 +15,7 @@ import torch
 
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
+from models.transformer import Decoder
 from moe.balance import balance_loss, z_loss
 from parallel import World
 from tests.training.tiny import MODEL
@@ -238,6 +239,19 @@ def test_the_global_balance_loss_does_not_depend_on_accumulation(sizes):
     parts, split, _, _ = step(sizes, router(balance=1.0, z=0.1, scope="global"))
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=2e-6)
     torch.testing.assert_close(split.numbers[1:3], result.numbers[1:3], rtol=1e-6, atol=0)
+
+
+def test_without_a_balance_loss_no_load_is_counted_but_its_value_is_told(monkeypatch):
+    passes = []
+    real = Decoder.forward
+    monkeypatch.setattr(
+        Decoder, "forward", lambda self, *a, **k: passes.append(1) or real(self, *a, **k)
+    )
+    _, watched, _, _ = step([1, 3, 4], router(scope="global"))
+    assert len(passes) == 3, "a pass for each micro-batch and none to count loads"
+    _, used, _, _ = step([1, 3, 4], router(balance=1.0, scope="global"))
+    assert len(passes) == 9
+    torch.testing.assert_close(watched.numbers[1:3], used.numbers[1:3], rtol=1e-6, atol=0)
 
 
 def test_the_auxiliary_loss_does_not_change_the_reported_loss():

@@ -1,0 +1,66 @@
+"""Whole runs with the router's settings together: each ends, and one that dies goes on bit for bit.
+
+What a setting means is tested where it is computed; here it is its state between steps, and that
+the parts of a run put up with one another.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import train
+
+TIMES = ("attempt", "time", "tokens_per_second", "time_left_s", "mfu", "max_memory_gib")
+FALLING = ["router.top_k_schedule=linear", "router.top_k_start=4", "router.soft_k=true"]
+FREE = "router.exportable=false"
+RELU = ["router.score=relu", FREE]
+QUANTILE = ["router.bias_update=quantile", "router.bias_ema=0.5", FREE]
+ROUNDED = ["router.rounding_tile=4", "router.rounding_min_mean_tiles=1"]
+COMBINATIONS = {
+    "relu, last load": [*RELU, "router.balance_scope=lagged"],
+    "falling K, systematic rounding, bias": [
+        *FALLING[:2], "router.top_k_start=3", *QUANTILE, "router.rounding=systematic", *ROUNDED,
+    ],
+    "falling K, noise, capacity, average": [
+        *FALLING, "router.jitter=0.1", "router.expert_dropout=0.2", "router.ema=0.5",
+        "router.capacity_factor=1.1", "router.end_steps=2",
+    ],
+    "noise, stochastic rounding, recomputed": [
+        "router.jitter=0.2", "router.rounding=stochastic", *ROUNDED, "train.checkpointing=full",
+    ],
+    "revived, average": ["router.revive_after=1", "router.init_std=5", "router.ema=0.9", FREE],
+}  # fmt: skip
+
+
+def metrics(folder):
+    """Step → numbers of its last attempt that are no times."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {
+        line["step"]: {key: value for key, value in line.items() if key not in TIMES}
+        for line in lines
+    }
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_run_that_dies_goes_on_bit_for_bit(name, tiny_config, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = [str(tiny_config), *COMBINATIONS[name], "train.steps=7", "checkpoint.every_steps=3"]
+    assert train.main([*words, "run.name=whole"]) == 0
+    real = train.train_step
+
+    def dies(*arguments, **keywords):
+        if keywords["step"] == 5:
+            raise RuntimeError("a fault")
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(train, "train_step", dies)
+    assert train.main([*words, "run.name=parts"]) == 1
+    monkeypatch.setattr(train, "train_step", real)
+    assert train.main([*words, "run.name=parts"]) == 0
+    whole, parts = (metrics(tmp_path / "runs" / run) for run in ("whole", "parts"))
+    assert list(whole) == list(range(1, 8))
+    assert whole == parts
+    events = (tmp_path / "runs" / "parts" / "events.jsonl").read_text()
+    assert ("expert_revived" in events) == (name == "revived, average")
