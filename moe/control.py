@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from moe.metrics import RouterStats
 from moe.router import Router
+from moe.router_gradient import FILLS, GRADIENTS
 from moe.top_k import TopKSchedule
 
 DROPS = ("probability", "position")
@@ -83,6 +84,16 @@ class RouterControl:
     last ones (position)."""
     capacity_until: int | None = None
     """Last step with a limit; None: to the end."""
+    gradient: str = "plain"
+    """What the router learns about experts that a token did not choose: plain (nothing), dense
+    (their outputs, computed in backward) or default (a mean output); see `moe.router_gradient`."""
+    default_fill: str = "gradient"
+    """default: use the mean outputs in the gradient alone, or add them to the output too (forward,
+    in evaluation as well)."""
+    default_decay: float = 0.95
+    """default: of the average over steps that the mean outputs are."""
+    fill_until: int | None = None
+    """Last step in which mean outputs are added to the output; None: to the end."""
     l1_start: float | None = None
     """First weight of the penalty that keeps `score="relu"` sparse; see `moe.balance.l1_loss`."""
     l1_factor: float = 1.2
@@ -115,6 +126,13 @@ class RouterControl:
             raise ValueError(
                 f"capacity_drop={self.capacity_drop!r} is unknown; allowed: {', '.join(DROPS)}"
             )
+        for name, allowed in (("gradient", GRADIENTS), ("default_fill", FILLS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(allowed)}"
+                )
+        if not 0 <= self.default_decay < 1:
+            raise ValueError(f"default_decay={self.default_decay} must be at least 0 and below 1")
         if self.l1_start is not None and not (math.isfinite(self.l1_start) and self.l1_start > 0):
             raise ValueError(f"l1_start={self.l1_start} must be a finite number above 0, or None")
         if not (math.isfinite(self.l1_factor) and self.l1_factor > 1):
@@ -162,6 +180,11 @@ def begin_step(model: nn.Module, step: int) -> list[str]:
         if router.capacity is not None and capacity is None:
             said["no expert drops tokens from now on"] = None
         router.capacity = capacity
+        fills = control.default_fill == "forward" and control.gradient == "default"
+        filling = fills and (control.fill_until is None or step <= control.fill_until)
+        if router.filling and not filling:
+            said["outputs of experts that were not chosen are filled in no longer"] = None
+        router.filling = filling
         frozen = control.freeze_at is not None and step >= control.freeze_at
         if frozen and not router.frozen:
             said["the routers' weights stay as they are from now on"] = None
@@ -177,17 +200,22 @@ def exported(model: nn.Module, selection_bias: bool) -> Iterator[None]:
         selection_bias: whether the folder holds the selection bias too.
     """
     routers = routers_of(model)
-    before = [(router.select_by_ema, router.k, router.selection_bias) for router in routers]
+    before = [
+        (router.select_by_ema, router.k, router.selection_bias, router.filling)
+        for router in routers
+    ]
     try:
         for router in routers:
             router.select_by_ema = False
             router.k = router.config.num_experts_per_tok
+            router.filling = False
             if not selection_bias:
                 router.selection_bias = None
         yield
     finally:
-        for router, (by_ema, k, bias) in zip(routers, before):
+        for router, (by_ema, k, bias, filling) in zip(routers, before):
             router.select_by_ema, router.k, router.selection_bias = by_ema, k, bias
+            router.filling = filling
 
 
 def _set_top_k(router: Router, schedule: TopKSchedule, step: int) -> str | None:
@@ -203,7 +231,10 @@ def _set_top_k(router: Router, schedule: TopKSchedule, step: int) -> str | None:
 
 def needs_update(model: nn.Module) -> bool:
     """Whether `update_routers` would change anything, so that the statistics must be summed."""
-    return any(router.config.control.stateful for router in routers_of(model))
+    return any(
+        router.config.control.stateful or router.default_ED is not None
+        for router in routers_of(model)
+    )
 
 
 @torch.no_grad()
@@ -230,6 +261,7 @@ def update_routers(
             f"update_routers: statistics of {stats.tokens.shape[0]} layers, the model has "
             f"{len(routers)} routers"
         )
+    _update_defaults(routers, stats, applied)
     # Layers of the same settings are updated together: their number costs no launches.
     together: dict[RouterControl, list[int]] = {}
     for layer, router in enumerate(routers):
@@ -249,6 +281,23 @@ def update_routers(
             _update_ema(mine, control.ema, applied)
         if control.l1_start is not None:
             _update_l1(mine, seen, control.l1_factor, done_L)
+
+
+def _update_defaults(routers: Sequence[Router], stats: RouterStats, applied: Tensor | None) -> None:
+    """m_e <- decay m_e + (1 - decay) (mean output over the step's tokens of e); an expert without
+    tokens keeps its own."""
+    for layer, router in enumerate(routers):
+        if router.default_ED is None:
+            continue
+        decay = router.config.control.default_decay
+        rows_E = stats.rows_E[layer].to(router.default_ED.dtype)
+        seen_E = rows_E > 0
+        if applied is not None:
+            seen_E = seen_E & (applied > 0)
+        mean_ED = stats.output_sum_ED[layer].to(rows_E.dtype) / rows_E.clamp(min=1)[:, None]
+        moved_ED = torch.lerp(mean_ED, router.default_ED, decay)
+        router.default_ED.copy_(torch.where(seen_E[:, None], moved_ED, router.default_ED))
+        router.default_count_E.add_(seen_E)
 
 
 def _layers(stats: RouterStats, layers: Sequence[int]) -> RouterStats:

@@ -24,9 +24,22 @@ from moe.kernels._triton import BACKENDS
 from moe.kernels.activations import activation_width
 from moe.kernels.topk_gating import Gating
 from moe.metrics import RouterStats
-from moe.rounding import RoundingConfig, round_tokens
+from moe.rounding import (
+    RoundingConfig,
+    dropped_pair_gradient,
+    dropped_pairs,
+    round_tokens,
+)
 from moe.router import Router, probabilities, selection_keys
 from moe.router_checks import check_router
+from moe.router_gradient import (
+    default_gradient,
+    default_weights,
+    dense_gradient,
+    dense_weights,
+    filled_in,
+    missing_pairs,
+)
 from moe.routing import Routing
 from moe.sparse.experts import check_spmm
 
@@ -105,15 +118,29 @@ class MoEConfig:
             raise ValueError(f"kernels={self.kernels!r} is unknown; allowed: {', '.join(BACKENDS)}")
         if self.save not in SAVE:
             raise ValueError(f"save={self.save!r} is unknown; allowed: {', '.join(SAVE)}")
-        if self.rounding is not None and self.rounding.dropped_grad != "none":
+        gradient = self.control.gradient
+        if gradient == "dense" and self.rounding is not None:
             raise ValueError(
-                f"rounding.dropped_grad={self.rounding.dropped_grad!r} needs default vectors, "
-                "which this layer does not keep; allowed here: 'none'"
+                "gradient='dense' with token rounding: which pairs are missing would depend on the "
+                "rounding; allowed with it: plain, default"
             )
+        if self.score == "relu" and gradient != "plain":
+            raise ValueError(
+                f"gradient={gradient!r} is for routers that choose K experts; allowed with "
+                "score='relu': plain"
+            )
+        if self.kernels == "spmm" and self.keeps_outputs:
+            raise ValueError("kernels='spmm' does not give the mean outputs that 'default' needs")
         activation_width(self.activation)
         if self.kernels == "spmm":
             check_spmm(self.expert_size, self.save)
         check_router(self)
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether the router keeps the mean output of each expert."""
+        dropped = self.rounding is not None and self.rounding.dropped_grad == "default"
+        return dropped or self.control.gradient == "default"
 
 
 class SharedExpert(nn.Module):
@@ -210,7 +237,7 @@ class MoE(nn.Module):
         Raises:
             ValueError: shapes or dtypes that do not fit.
         """
-        D = self.config.hidden_size
+        c, D = self.config, self.config.hidden_size
         if x.shape[-1:] != (D,):
             raise ValueError(f"x has shape {tuple(x.shape)}; its last axis must be hidden_size={D}")
         x_TD = x.reshape(math.prod(x.shape[:-1]), D)
@@ -233,15 +260,56 @@ class MoE(nn.Module):
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
-        y_TD = self.compute(x_TD, routing)
+        sums_ED = None
+        if self.training and c.keeps_outputs:
+            y_TD, sums_ED = self.compute(x_TD, routing, output_sums=True)
+        else:
+            y_TD = self.compute(x_TD, routing)
+        y_TD = self._for_missing(y_TD, x_TD, logits_TE, gating, routing, valid_T)
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         select_TE = logits_TE if select_TE is None else select_TE
         stats = self._stats(logits_TE, select_TE, gating, routing, valid_T, sequences, gate_sum_E)
+        if sums_ED is not None:
+            stats = stats._replace(output_sum_ED=sums_ED.to(gating.lse_T.dtype))
         return y_TD.view(x.shape), stats
 
-    def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Routed experts plus shared expert; what expert parallelism replaces."""
-        y_TD = experts(
+    def _for_missing(
+        self,
+        y_TD: Tensor,
+        x_TD: Tensor,
+        logits_TE: Tensor,
+        gating: Gating,
+        routing: Routing,
+        valid_T: Tensor | None,
+    ) -> Tensor:
+        """y with the gradient, or with the mean outputs, of pairs that were not computed."""
+        c, control, expert_TK = self.config, self.config.control, gating.expert_TK
+        learns = self.training and torch.is_grad_enabled()
+        if control.gradient == "dense" and learns:
+            missing_TE = missing_pairs(expert_TK, c.num_experts)
+            weight_TE = dense_weights(logits_TE, expert_TK, c.score, c.norm, c.route_scale)
+            y_TD = dense_gradient(y_TD, weight_TE, missing_TE, x_TD, self.w1, self.w2, c.activation)
+        if control.gradient == "default" and (learns or self.router.filling):
+            missing_TE = missing_pairs(expert_TK, c.num_experts, routing)
+            weight_TE = default_weights(logits_TE, c.score, c.route_scale, valid_T)
+            combine = filled_in if self.router.filling else default_gradient
+            y_TD = combine(y_TD, weight_TE, missing_TE, self.router.defaults())
+        if learns and c.rounding is not None and c.rounding.dropped_grad == "default":
+            dropped_TK = dropped_pairs(routing, expert_TK)
+            y_TD = dropped_pair_gradient(
+                y_TD, gating.gate_TK, expert_TK, dropped_TK, self.router.defaults()
+            )
+        return y_TD
+
+    def compute(
+        self, x_TD: Tensor, routing: Routing, output_sums: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Routed experts plus shared expert; what expert parallelism replaces.
+
+        Args:
+            output_sums: give the sum of each routed expert's outputs [E, D] too.
+        """
+        found = experts(
             x_TD,
             self.w1,
             self.w2,
@@ -249,8 +317,12 @@ class MoE(nn.Module):
             activation=self.config.activation,
             save=self.config.save,
             backend=self.config.kernels,
+            output_sums=output_sums,
         )
-        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+        y_TD, *sums = found if output_sums else (found,)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        return (y_TD, *sums) if output_sums else y_TD
 
     def _route(
         self, logits_TE: Tensor, valid_T: Tensor | None, select_TE: Tensor | None

@@ -147,6 +147,9 @@ class Router(nn.Module):
         weight_ema: buffer [E, D] or None; average of the weight (`control.ema`).
         kappa: buffer [] or None; the real number of experts per token (`control.top_k.soft`).
         l1_coef: buffer [] or None; weight of the penalty of `score="relu"`.
+        default_ED: buffer [E, D] or None; running mean of each expert's output, not yet corrected
+            for its start at 0 (`defaults`).
+        default_count_E: buffer [E] or None; steps in it.
         k: experts per token now, while training.
         fading: whether the last of them fades out now, by `kappa`.
         scheduled_evaluation: whether evaluation too takes `k` experts, and not those of the end.
@@ -173,7 +176,11 @@ class Router(nn.Module):
         self.add_state("kappa", () if soft else None, device, config.num_experts_per_tok)
         l1 = control.l1_start
         self.add_state("l1_coef", None if l1 is None else (), device, start=l1 or 0.0)
+        keeps = config.keeps_outputs
+        self.add_state("default_ED", weight_ED.shape if keeps else None, device)
+        self.add_state("default_count_E", (experts,) if keeps else None, device)
         # What follows from the number of the step; set by `moe.control.begin_step`.
+        self.filling = control.gradient == "default" and control.default_fill == "forward"
         self.k = config.num_experts_per_tok
         self.fading = False
         self.scheduled_evaluation = False
@@ -224,6 +231,15 @@ class Router(nn.Module):
     def active_k(self) -> int:
         """Experts per token of a forward now: evaluation takes those of the schedule's end."""
         return self.k if self.follows_schedule else self.config.num_experts_per_tok
+
+    def defaults(self) -> Tensor:
+        """Mean output of each expert, [E, D]; 0 for one that was never seen."""
+        weight_E = 1.0 - self.config.control.default_decay**self.default_count_E
+        return torch.where(
+            (self.default_count_E > 0)[:, None],
+            self.default_ED / weight_E.clamp(min=1e-12)[:, None],
+            0.0,
+        )
 
     def fade(self, gate_TK: Tensor) -> Tensor:
         """Gates as the schedule wants them now; they come in the order of the choice."""

@@ -78,6 +78,7 @@ def rounding(router: RouterConfig) -> RoundingConfig | None:
         protect_top1=router.rounding_protect_top1,
         renorm=router.rounding_renorm,
         min_mean_tiles=router.rounding_min_mean_tiles,
+        dropped_grad=router.rounding_dropped_grad,
     )
 
 
@@ -126,6 +127,10 @@ def router_control(config: Config, steps: int) -> RouterControl:
         capacity_until=last_acting_step(config, "router.capacity_factor", steps),
         l1_start=1e-8 if router.score == "relu" else None,  # ReMoE's own
         top_k=top_k_schedule(config, steps),
+        gradient=router.gradient,
+        default_fill=router.default_fill,
+        default_decay=router.default_decay,
+        fill_until=last_acting_step(config, "router.default_fill", steps),
     )
 
 

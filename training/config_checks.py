@@ -40,6 +40,7 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
             "router.rounding_min_mean_tiles",
             "router.rounding_protect_top1",
             "router.rounding_renorm",
+            "router.rounding_dropped_grad",
         ),
     ),
     (
@@ -86,6 +87,16 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         "with another router.bias_update than quantile",
         lambda c: c.router.bias_update != "quantile",
         ("router.bias_ema",),
+    ),
+    (
+        "while router.gradient is not default",
+        lambda c: c.router.gradient != "default",
+        ("router.default_fill",),
+    ),
+    (
+        "without mean outputs (router.gradient or router.rounding_dropped_grad: default)",
+        lambda c: "default" not in (c.router.gradient, c.router.rounding_dropped_grad),
+        ("router.default_decay",),
     ),
     (
         "while router.top_k_schedule=none",
@@ -281,7 +292,7 @@ def _check_rounding(config: Config) -> None:
 
 
 # What needs an expert's whole weights, or its outputs, in one process.
-_WHOLE = ("router.revive_after",)
+_WHOLE = ("router.revive_after", "router.gradient", "router.rounding_dropped_grad")
 
 
 def refuse_sharded(config: Config, world_size: int) -> None:

@@ -86,6 +86,18 @@ class RouterConfig(Section):
     """Never take a token's best expert from it."""
     rounding_renorm: Literal["tc", "tr", "none"] = "tc"
     """Denominator of gates: the top-K set (tc), the set after rounding (tr), or none."""
+    rounding_dropped_grad: Literal["none", "default"] = "none"
+    """Gradient for pairs that rounding dropped: none, or by the expert's mean output (default)."""
+    gradient: Literal["plain", "dense", "default"] = "plain"
+    """What routers learn about experts that a token did not choose: nothing (plain); their outputs,
+    computed in backward for experts / K times the cost of the experts' forward (dense, DenseMixer);
+    or their mean output over the last steps (default, Default MoE, arXiv 2504.12463). One process
+    only, but for plain."""
+    default_fill: Literal["gradient", "forward"] = "gradient"
+    """Use mean outputs in the gradient alone, or add them to the output too (forward), which no
+    family can export."""
+    default_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the mean outputs from step to step."""
     top_k_schedule: Literal["none", "steps", "linear", "cosine", "geometric"] = "none"
     """Start with more experts per token and come down to `model.num_experts_per_tok`, which
     evaluation and export always take; the curves are in moe/top_k.py."""

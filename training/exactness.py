@@ -70,6 +70,13 @@ KNOBS = (
         _never,
         "switched off",
     ),
+    Knob(
+        "router.default_fill",
+        "filled-in outputs of experts that were not chosen",
+        lambda c: c.router.gradient == "default" and c.router.default_fill == "forward",
+        _never,
+        "switched off",
+    ),
 )
 
 

@@ -339,11 +339,6 @@ def test_rounding_is_for_training_alone():
     assert_same_stats(layer(x)[1], plain_stats)
 
 
-def test_rounding_that_needs_more_than_the_layer_has_is_refused():
-    with pytest.raises(ValueError, match=r"rounding\.dropped_grad='default' needs default vectors"):
-        make_layer(rounding=RoundingConfig(dropped_grad="default"))
-
-
 def test_rounded_gradients_by_finite_differences():
     layer = make_layer(rounding=ROUNDING)
     x = torch.randn(40, 6, dtype=torch.float64, requires_grad=True)

@@ -1,0 +1,211 @@
+"""A layer whose router learns about experts that were not chosen: values, gradients, state."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moe import MoE
+from moe.control import RouterControl, begin_step, needs_update, update_routers
+from moe.rounding import RoundingConfig
+from moe.router import probabilities
+from tests.moe.oracle import expert_by_hand, make_layer
+
+T, E, D, K = 24, 7, 6, 2
+
+
+def pair(gradient="plain", fill="gradient", rounding=None, **fields):
+    """A plain layer and one with the same weights that learns."""
+    torch.manual_seed(0)
+    plain = make_layer(num_experts=E, num_experts_per_tok=K, **fields)
+    control = RouterControl(gradient=gradient, default_fill=fill)
+    config = dataclasses.replace(plain.config, control=control, rounding=rounding)
+    other = MoE(config).double()
+    other.load_state_dict(plain.state_dict(), strict=False)
+    begin_step(other, 1)
+    return plain, other
+
+
+def gradients(layer, x_TD, dy_TD):
+    layer.zero_grad()
+    x_TD = x_TD.clone().requires_grad_()
+    y_TD, stats = layer(x_TD)
+    y_TD.backward(dy_TD)
+    found = {name: p.grad for name, p in layer.named_parameters()}
+    return y_TD.detach(), stats, found, x_TD.grad
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(1)
+    return torch.randn(T, D).double(), torch.randn(T, D).double()
+
+
+@pytest.mark.parametrize(
+    ("score", "norm"), [("softmax", "topk_sum"), ("softmax", "none"), ("sigmoid", "topk_sum")]
+)
+@pytest.mark.parametrize("gradient", ["dense", "default"])
+def test_only_the_router_learns_more(gradient, score, norm, batch):
+    x_TD, dy_TD = batch
+    plain, other = pair(gradient, score=score, norm=norm, route_scale=1.5)
+    if gradient == "default":
+        other.router.default_ED.normal_()
+        other.router.default_count_E.fill_(3)
+    y, _, grads, _ = gradients(plain, x_TD, dy_TD)
+    y2, _, grads2, dx2 = gradients(other, x_TD, dy_TD)
+    assert torch.equal(y, y2)
+    for name in ("w1", "w2"):
+        assert torch.equal(grads[name], grads2[name])
+
+    # the rest of the router's gradient: sum over missing pairs of q <dy, what stands for E_e(x)>
+    logits_TE = plain.router.logits(x_TD).detach().requires_grad_()
+    chosen_TK = logits_TE.topk(K).indices
+    missing_TE = torch.ones(T, E).scatter(1, chosen_TK, 0.0).double()
+    if gradient == "dense":
+        with torch.no_grad():
+            outputs = [[expert_by_hand(plain, e, row) for e in range(E)] for row in x_TD]
+            stands_TED = torch.stack([torch.stack(row) for row in outputs])
+        score_TE = torch.softmax(logits_TE, 1) if score == "softmax" else logits_TE.sigmoid()
+        held = score_TE.gather(1, chosen_TK).sum(1, keepdim=True).detach()
+        q_TE = 1.5 * score_TE / (held if norm == "topk_sum" else 1.0)
+    else:
+        stands_TED = other.router.defaults().double().expand(T, E, D)
+        q_TE = 1.5 * probabilities(logits_TE, score)
+    (q_TE * missing_TE * (stands_TED * dy_TD[:, None]).sum(2)).sum().backward()
+    extra_ED = logits_TE.grad.T @ x_TD
+    found = grads2["router.weight"] - grads["router.weight"]
+    assert extra_ED.norm() > 1e-3
+    torch.testing.assert_close(found, extra_ED, rtol=1e-8, atol=1e-10)
+    assert dx2 is not None
+
+
+@pytest.mark.parametrize("gradient", ["dense", "default"])
+def test_all_experts_chosen_is_plain_training(gradient, batch):
+    torch.manual_seed(0)
+    layers = []
+    for kind in ("plain", gradient):
+        torch.manual_seed(0)
+        control = RouterControl(gradient=kind)
+        layers.append(make_layer(num_experts=4, num_experts_per_tok=4, control=control))
+    grads = [gradients(layer, *batch)[2] for layer in layers]
+    for name in grads[0]:
+        assert torch.equal(grads[0][name], grads[1][name])
+
+
+def test_evaluation_is_that_of_the_plain_layer(batch):
+    for gradient in ("dense", "default"):
+        plain, other = pair(gradient)
+        if other.router.default_ED is not None:
+            other.router.default_ED.normal_()
+            other.router.default_count_E.fill_(1)
+        assert torch.equal(plain.eval()(batch[0])[0], other.eval()(batch[0])[0])
+
+
+def test_mean_outputs_over_two_steps(batch):
+    x_TD, dy_TD = batch
+    _, layer = pair("default")
+    assert needs_update(layer)
+    decay, m, seen = 0.95, torch.zeros(E, D).double(), torch.zeros(E)
+    for step, rows in ((1, x_TD[:2]), (2, x_TD[2:4])):
+        _, stats, _, _ = gradients(layer, rows, dy_TD[: len(rows)])
+        chosen = layer.router.logits(rows).topk(K).indices
+        for e in range(E):
+            mine = [expert_by_hand(layer, e, rows[t]) for t in range(len(rows)) if e in chosen[t]]
+            if mine:
+                m[e] = decay * m[e] + (1 - decay) * torch.stack(mine).mean(0).detach()
+                seen[e] += 1
+        before = layer.router.default_ED.clone()
+        update_routers(layer, stats, step=step, applied=torch.tensor(0.0))
+        assert torch.equal(layer.router.default_ED, before)  # a skipped step changes nothing
+        update_routers(layer, stats, step=step)
+        assert torch.equal(layer.router.default_count_E.double(), seen.double())
+        torch.testing.assert_close(layer.router.default_ED.double(), m, rtol=1e-6, atol=1e-7)
+    assert 0 in seen  # an expert without a token keeps 0, and 0 is what stands for it
+    corrected = layer.router.defaults().double()
+    assert not corrected[seen == 0].any()
+    once = (seen == 1).nonzero()[0]
+    torch.testing.assert_close(corrected[once], m[once] / (1 - decay), rtol=1e-5, atol=1e-6)
+
+
+def test_filled_in_outputs_are_kept_in_evaluation_and_end(batch):
+    x_TD, _ = batch
+    plain, other = pair("default", "forward")
+    other.router.default_ED.normal_()
+    other.router.default_count_E.fill_(5)
+    p_TE = torch.softmax(plain.router.logits(x_TD), 1).detach()
+    missing_TE = torch.ones(T, E).scatter(1, p_TE.topk(K).indices, 0.0).double()
+    expected = plain(x_TD)[0] + (p_TE * missing_TE) @ other.router.defaults().double()
+    for mode in (True, False):
+        torch.testing.assert_close(other.train(mode)(x_TD)[0], expected, rtol=1e-6, atol=1e-7)
+
+    control = dataclasses.replace(other.config.control, fill_until=4)
+    other.router.config = dataclasses.replace(other.config, control=control)
+    assert begin_step(other, 4) == []
+    assert "filled in no longer" in begin_step(other, 5)[0]
+    assert torch.equal(other.eval()(x_TD)[0], plain.eval()(x_TD)[0])
+
+
+def test_dropped_pairs_learn_by_mean_outputs(batch):
+    x_TD, dy_TD = batch
+    rounding = RoundingConfig(variant="down", tile=4, min_tiles=0, min_mean_tiles=1.0)
+    grads = {}
+    for dropped in ("none", "default"):
+        _, layer = pair(rounding=dataclasses.replace(rounding, dropped_grad=dropped))
+        if dropped == "default":
+            layer.router.default_ED.normal_()
+            layer.router.default_count_E.fill_(2)
+            m_ED = layer.router.defaults().double()
+        _, stats, grads[dropped], _ = gradients(layer, x_TD, dy_TD)
+    assert stats.rows_E.sum() < stats.counts_E.sum()
+    for name in ("w1", "w2"):
+        assert torch.equal(grads["none"][name], grads["default"][name])
+
+    # d/dz of sum over dropped pairs of gate <dy, m>, with gates of plain top-K
+    logits_TE = layer.router.logits(x_TD).detach().requires_grad_()
+    value_TK, chosen_TK = logits_TE.topk(K)
+    gate_TK = torch.softmax(value_TK, 1)
+    kept = torch.zeros(T, E, dtype=torch.bool)
+    for e in range(E):  # the largest whole number of tiles of each expert's best-scored tokens
+        tokens = (chosen_TK == e).any(1).nonzero().flatten()
+        p = torch.softmax(logits_TE, 1)[tokens, e]
+        best = tokens[p.argsort(descending=True)[: len(tokens) // 4 * 4]]
+        kept[best, e] = True
+    dropped_TK = ~kept.gather(1, chosen_TK)
+    dot_TK = (dy_TD[:, None] * m_ED[chosen_TK]).sum(2)
+    (gate_TK * dot_TK * dropped_TK).sum().backward()
+    extra_ED = logits_TE.grad.T @ x_TD
+    found = grads["default"]["router.weight"] - grads["none"]["router.weight"]
+    assert extra_ED.norm() > 1e-3
+    torch.testing.assert_close(found, extra_ED, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"control": RouterControl(gradient="dense"), "rounding": RoundingConfig()}, "rounding"),
+        ({"control": RouterControl(gradient="default"), "kernels": "spmm"}, "spmm"),
+    ],
+)
+def test_refusals(fields, told):
+    with pytest.raises(ValueError, match=told):
+        make_layer(**fields)
+
+
+@pytest.mark.parametrize("name", ["gradient", "default_fill", "default_decay"])
+def test_unknown_values(name):
+    with pytest.raises(ValueError, match=name):
+        RouterControl(**{name: 1.5 if name == "default_decay" else "other"})
+
+
+def test_state_survives_casts_and_padding_counts_nowhere(batch):
+    _, layer = pair("default")
+    layer.to(torch.bfloat16)
+    assert layer.router.default_ED.dtype == torch.float64  # never narrowed
+    _, layer = pair("default")
+    x = torch.cat([batch[0], torch.full((3, D), float("nan")).double()])
+    valid = torch.arange(T + 3) < T
+    y, stats = layer(x, valid)
+    _, expected = layer(batch[0])
+    torch.testing.assert_close(stats.output_sum_ED, expected.output_sum_ED)
+    y[:T].sum().backward()
+    assert torch.isfinite(layer.router.weight.grad).all()
