@@ -129,8 +129,6 @@ class MoEConfig:
                 f"gradient={gradient!r} is for routers that choose K experts; allowed with "
                 "score='relu': plain"
             )
-        if self.kernels == "spmm" and self.keeps_outputs:
-            raise ValueError("kernels='spmm' does not give the mean outputs that 'default' needs")
         activation_width(self.activation)
         if self.kernels == "spmm":
             check_spmm(self.expert_size, self.save)

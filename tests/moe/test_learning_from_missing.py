@@ -183,7 +183,7 @@ def test_dropped_pairs_learn_by_mean_outputs(batch):
     ("fields", "told"),
     [
         ({"control": RouterControl(gradient="dense"), "rounding": RoundingConfig()}, "rounding"),
-        ({"control": RouterControl(gradient="default"), "kernels": "spmm"}, "spmm"),
+        ({"control": RouterControl(gradient="dense"), "score": "relu", "norm": "none"}, "relu"),
     ],
 )
 def test_refusals(fields, told):
