@@ -35,6 +35,7 @@ from training.device import seed_all, setup_determinism
 from training.evaluate import as_trained, on_schedule, sample_text, validate
 from training.exactness import acting, check_ends
 from training.faults import RunFailed, StopRequest
+from training.first_bias import calibrate
 from training.job import Job
 from training.logging import RunLog
 from training.loop import Pace, StepResult, agree_on_step, train_step
@@ -97,6 +98,8 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
         steps,
         progress,
     )
+    if run.checkpoint is None and config.router.calibrate_bias:
+        calibrate(job)
     status.start(job)
     return job
 

@@ -33,7 +33,7 @@ from moe.router_gradient import FILLS, GRADIENTS
 from moe.top_k import TopKSchedule
 
 DROPS = ("probability", "position")
-BIAS_UPDATES = ("none", "sign", "proportional", "rms", "quantile")
+BIAS_UPDATES = ("none", "sign", "proportional", "rms", "quantile", "min_load")
 # Added to the root mean square of the violations: a perfectly balanced load moves nothing.
 _TINY = 1e-20
 
@@ -51,11 +51,15 @@ class RouterControl:
     sign          b += rate * sign(m - f)                 (Wang et al., arXiv 2408.15664)
     proportional  b += rate * v with v = (m - f) / m
     rms           b += rate * v / root mean square of v
+    min_load      b += rate for experts below `min_load` times the mean alone: no expert dies,
+                  and above that the load is left to itself
     quantile      b = -q, q_e the excess over its tokens' (K+1)-th largest key that exactly the
                   wanted number of tokens has for expert e: balanced in one or two steps, no rate
     and is then centred to mean 0."""
     bias_rate: float = 1e-3
-    """Of sign, proportional and rms."""
+    """Of sign, proportional, rms and min_load."""
+    min_load: float = 0.25
+    """min_load: the part of the mean load that every expert should have."""
     bias_ema: float = 0.0
     """quantile: the part of the old bias that is kept."""
     bias_targets: tuple[float, ...] | None = None
@@ -107,6 +111,8 @@ class RouterControl:
             )
         if not (math.isfinite(self.bias_rate) and self.bias_rate > 0):
             raise ValueError(f"bias_rate={self.bias_rate} must be a finite number above 0")
+        if not 0 < self.min_load < 1:
+            raise ValueError(f"min_load={self.min_load} must be above 0 and below 1")
         for name in ("bias_ema", "ema"):
             decay = getattr(self, name)
             if decay is not None and not 0 <= decay < 1:
@@ -347,6 +353,8 @@ def next_bias(bias_LE: Tensor, stats: RouterStats, control: RouterControl) -> Te
     missing_LE = (mean_LE - load_LE) / mean_LE.clamp(min=_TINY)
     if control.bias_update == "sign":
         missing_LE = missing_LE.sign()
+    elif control.bias_update == "min_load":
+        missing_LE = (missing_LE > 1 - control.min_load).to(missing_LE.dtype)
     elif control.bias_update == "rms":
         size_L1 = missing_LE.square().mean(dim=1, keepdim=True).sqrt()
         missing_LE = missing_LE / (size_L1 + _TINY)

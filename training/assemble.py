@@ -115,6 +115,7 @@ def router_control(config: Config, steps: int) -> RouterControl:
         bias_update=router.bias_update,
         bias_rate=router.bias_rate,
         bias_ema=router.bias_ema,
+        min_load=router.min_load,
         bias_freeze_at=router.bias_freeze_at,
         bias_anneal=None if last_bias is None else (last_bias - router.end_steps, last_bias),
         keep_load=router.balance_scope == "lagged"

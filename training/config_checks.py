@@ -24,7 +24,7 @@ def router_defaults(config: Config) -> dict[str, Any]:
         update = "quantile" if has_bias else "none"
     score, coef = router.score or config.model.config.router_score, router.balance_coef
     if coef is None:
-        coef = 0.01 if update == "none" and score != "relu" else 0.0
+        coef = 0.01 if update in ("none", "min_load") and score != "relu" else 0.0
     return {"score": score, "bias_update": update, "balance_coef": coef}
 
 
@@ -76,12 +76,23 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     (
         "while router.bias_update=none",
         lambda c: c.router.bias_update == "none",
-        ("router.bias_rate", "router.bias_ema", "router.bias_freeze_at"),
+        (
+            "router.bias_rate",
+            "router.bias_ema",
+            "router.bias_freeze_at",
+            "router.min_load",
+            "router.calibrate_bias",
+        ),
     ),
     (
         "with router.bias_update=quantile, which has no rate",
         lambda c: c.router.bias_update == "quantile",
         ("router.bias_rate",),
+    ),
+    (
+        "with another router.bias_update than min_load",
+        lambda c: c.router.bias_update != "min_load",
+        ("router.min_load",),
     ),
     (
         "with another router.bias_update than quantile",

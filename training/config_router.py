@@ -28,11 +28,18 @@ class RouterConfig(Section):
     (global; with several micro-batches they are counted in a pass of their own first, a third more
     arithmetic), that of the step before (lagged, free), each rank's micro-batch's, or each row's of
     `data.seq_len` tokens (sequence)."""
-    bias_update: Literal["none", "sign", "proportional", "rms", "quantile"] | None = None
+    bias_update: Literal["none", "sign", "proportional", "rms", "quantile", "min_load"] | None = (
+        None
+    )
     """How the selection bias follows the load after every step, see moe/control.py. Empty: quantile
     where the family has such a bias (glm4_moe), none elsewhere."""
     bias_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Step of the rules sign, proportional and rms."""
+    """Step of the rules sign, proportional, rms and min_load."""
+    min_load: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Part of the mean load below which the rule min_load raises an expert's bias."""
+    calibrate_bias: bool = False
+    """Set the selection bias by the first micro-batch before the first step, so that fresh routers
+    start balanced."""
     bias_ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of the old bias that the rule quantile keeps."""
     bias_freeze_at: Positive | None = None
