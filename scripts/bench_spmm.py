@@ -318,7 +318,7 @@ def numbers(text: str, kind=float) -> list:
     return [kind(part) for part in text.split(",")]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.05, help="spent on each measurement")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_spmm"))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu" and not args.small:
         raise SystemExit("bench_spmm needs a CUDA device, or --small on a CPU")
@@ -360,7 +360,8 @@ def main() -> None:
     (args.out / "spmm.json").write_text(json.dumps(result, indent=1))
     plot(result["spmm"], result["moe"], args.out / "spmm.png")
     print(f"written to {args.out}/spmm.json and spmm.png")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
