@@ -16,6 +16,9 @@ sums K weighted rows, `dispatch_back` sums without weights, `gate_grad` is an SD
 number once, (R + T) · d with R = TK rows; `share` is that over the bandwidth of a plain copy of as
 many bytes, timed beside it. index_select, index_add and cuSPARSE are the baselines.
 
+`layer`: experts of an MoE layer as sparse products (`kernels: spmm`) beside the grouped products,
+forward and forward + backward, with the difference of their outputs.
+
 Median times of single calls on a cold L2 cache. Errors are relative, by norm, against float32.
 """
 
@@ -38,6 +41,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from moe.experts import experts
 from moe.routing import Routing
 from moe.sparse import BCSR, CSR, Pattern, gather, sddmm, spmm
 
@@ -46,6 +50,7 @@ DENSITIES = (50, 20, 10, 5, 2, 1, 0.5)  # percent
 BLOCKS = (1, 16, 32, 64, 128)
 MOE = list(itertools.product((4096, 16384, 65536), (1024, 4096, 7168), (1, 2, 8)))  # T, d, K
 EXPERTS = 64
+LAYERS = [(16384, 2048, 1024, 64, 8), (16384, 2048, 768, 128, 8)]  # T, D, N, E, K
 
 # ---------------------------------------------------------------------------------------- measure
 
@@ -279,6 +284,42 @@ def bench_moe(args) -> list[dict]:
     return rows
 
 
+# ------------------------------------------------------------------------------------------ layer
+
+
+def bench_layer(args) -> list[dict]:
+    device, dtype, rows = args.device, getattr(torch, args.dtype), []
+    print("      T     D     N    E  K  method   forward ms  forward + backward ms  difference")
+    for T, D, N, E, K in args.layers:
+        expert_TK = torch.rand(T, E, device=device).argsort(1)[:, :K].to(torch.int32)
+        routing = Routing.from_topk(expert_TK, torch.rand(T, K, device=device), E)
+        sizes = ((T, D), (E, 2 * N, D), (E, D, N))
+        leaves = [torch.randn(s, device=device).mul_(s[-1] ** -0.5).to(dtype) for s in sizes]
+        leaves = [t.requires_grad_() for t in leaves]
+
+        def both(backend: str, leaves=leaves, routing=routing) -> None:
+            experts(*leaves, routing, backend=backend).sum().backward()
+            for leaf in leaves:
+                leaf.grad = None
+
+        want = experts(*leaves, routing, backend="auto").detach().float()
+        for name, backend in (("spmm", "spmm"), ("grouped", "auto")):
+            row = {"part": "layer", "T": T, "D": D, "N": N, "E": E, "K": K, "method": name}
+            with torch.no_grad():
+                attempt(
+                    row, partial(experts, *leaves, routing, backend=backend), want, device,
+                    args.seconds,
+                )  # fmt: skip
+            row["both_ms"] = milliseconds(partial(both, backend), device, args.seconds)
+            rows.append(row)
+            print(
+                f"{T:7d} {D:5d} {N:5d} {E:4d} {K:2d}  {name:8s} {row['ms']:9.3f} "
+                f"{row['both_ms']:16.3f}          {row['error']:.0e}",
+                flush=True,
+            )
+    return rows
+
+
 # ------------------------------------------------------------------------------------------- plot
 
 
@@ -322,7 +363,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("all", "spmm", "moe"), default="all")
+    parser.add_argument("--part", choices=("all", "spmm", "moe", "layer"), default="all")
     parser.add_argument("--shapes", help="M,K,N;M,K,N… of spmm")
     parser.add_argument("--densities", help="percents")
     parser.add_argument("--blocks", help="sizes; 1 = unstructured")
@@ -345,6 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
     args.densities = numbers(args.densities) if args.densities else densities
     args.blocks = numbers(args.blocks, int) if args.blocks else blocks
     args.skews = args.skews.split(",")
+    args.layers = [(64, 32, 16, 4, 2)] if args.small else LAYERS
     args.methods = args.methods.split(",") if args.methods else []
     args.shapes = [numbers(s, int) for s in args.shapes.split(";")] if args.shapes else shapes
     args.moe = [numbers(s, int) for s in args.moe.split(";")] if args.moe else moe
@@ -353,9 +395,10 @@ def main(arguments: list[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {args.dtype}")
     result: dict = {"device": name, "torch": torch.__version__, "dtype": args.dtype}
-    result["spmm"] = bench_spmm(args) if args.part != "moe" else []
+    result["spmm"] = bench_spmm(args) if args.part in ("all", "spmm") else []
     result["summary"] = summary(result["spmm"]) if result["spmm"] else []
-    result["moe"] = bench_moe(args) if args.part != "spmm" else []
+    result["moe"] = bench_moe(args) if args.part in ("all", "moe") else []
+    result["layer"] = bench_layer(args) if args.part in ("all", "layer") else []
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "spmm.json").write_text(json.dumps(result, indent=1))
     plot(result["spmm"], result["moe"], args.out / "spmm.png")

@@ -15,7 +15,7 @@ def test_small_run(script, tmp_path, capsys):
     assert module.main([*words, "--blocks", "1,16", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "spmm.json").read_text())
     assert (tmp_path / "spmm.png").stat().st_size > 1000
-    rows = result["spmm"] + result["moe"]
+    rows = result["spmm"] + result["moe"] + result["layer"]
     assert not [row["failed"] for row in rows if "failed" in row]
     assert all(row["error"] < 1e-5 for row in rows)
     seen = {(row["block"], row["skew"], row["density"], row["method"]) for row in result["spmm"]}
@@ -28,6 +28,7 @@ def test_small_run(script, tmp_path, capsys):
     assert len(result["summary"]) == 4
     operations = {(row["operation"], row["method"]) for row in result["moe"]}
     assert {(o, "ours") for o in ("dispatch", "combine", "dispatch_back", "gate_grad")} < operations
+    assert [row["method"] for row in result["layer"]] == ["spmm", "grouped"]
     assert "dense wins from" in capsys.readouterr().out
 
 
