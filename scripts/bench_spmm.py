@@ -68,7 +68,8 @@ def milliseconds(run: Callable[[], object], device: str, seconds: float) -> floa
     flush = torch.empty(1 << 28, dtype=torch.uint8, device=device)  # larger than any L2
     marks, began = [], time.perf_counter()
     while len(marks) < 5 or (time.perf_counter() - began < seconds and len(marks) < 50):
-        flush.zero_()  # also keeps the queue full while Python issues the call
+        torch.cuda._sleep(500_000)  # so that the queue is full while Python issues the call
+        flush.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -219,6 +220,7 @@ def moe_runs(
     bounds_R1 = torch.arange(R + 1, dtype=torch.int32, device=device)
     by_row = Pattern(bounds_R1, routing.token_R, (R, T), 1)
     by_token = Pattern(routing.csr()[0], routing.row_S, (T, R), K)
+    dispatch = by_row.with_flipped(by_token, routing.slot_R)
     combine = CSR(by_token.with_flipped(by_row, routing.slot_R), routing.gates_S)
     ones_R = y_Rd.new_ones(R)
     torch_dispatch = CSR(by_row, ones_R).torch()
@@ -231,7 +233,8 @@ def moe_runs(
 
     gate_grad_R = (x_Td.float()[token_R] * y_Rd.float()).sum(1)
     runs = {
-        ("dispatch", "ours"): lambda: gather(by_row, x_Td),
+        ("dispatch", "ours"): lambda: gather(dispatch, x_Td),
+        ("dispatch", "ours by rows"): lambda: gather(by_row, x_Td),
         ("dispatch", "index_select"): lambda: x_Td.index_select(0, token_R),
         ("dispatch", "cusparse"): lambda: torch_dispatch @ x_Td,
         ("combine", "ours"): lambda: spmm(combine, y_Rd),

@@ -245,7 +245,7 @@ def configs(dtype: torch.dtype, mean: int, N: int) -> list[Config]:
     if u < 8:
         listed = [(4 * line, u, 4), (2 * line, u, 2), (line, u, 1), (4 * line, u, 2)]
     else:
-        listed = [(line, 8, 1), (2 * line, 8, 2), (line, 16, 1), (2 * line, 8, 1), (line, 4, 1)]
+        listed = [(2 * line, 8, 1), (line, 4, 1), (4 * line, 8, 4), (2 * line, 4, 1)]
     fitting = (Config(min(bn, widest), u, max(1, min(w, widest // line))) for bn, u, w in listed)
     return list(dict.fromkeys(fitting))
 

@@ -101,7 +101,7 @@ def topology(routing: Routing, height: int, columns: int) -> Topology:
         place_S = torch.where(place_S >= 0, place_R[place_S.clamp_min(0).long()], -1)
     bounds_P1 = torch.arange(P + 1, dtype=torch.int32, device=device)
     by_row = Pattern(bounds_P1, token_P, (P, T), 1)
-    by_token = Pattern(routing.csr()[0], place_S, (T, P), routing.slots_per_token)
+    by_token = Pattern(routing.csr()[0], place_S, (T, P), routing.slots_per_token, longest=E)
 
     block_B = torch.arange(B, device=device)
     expert_B1 = torch.searchsorted(first_E1[1:].contiguous(), block_B, right=True)[:, None]

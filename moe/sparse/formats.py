@@ -108,7 +108,7 @@ class COO(_Sparse):
 
     def csr(self) -> CSR:
         """Sorted by row, then column, duplicates summed in the order given, in float32 or wider."""
-        M, K = self.shape
+        K = self.shape[1]
         key = self.rows.long() * K + self.columns.long()
         sorted_, order = key.sort(stable=True)
         place, count = torch.unique_consecutive(sorted_, return_counts=True)
@@ -118,9 +118,8 @@ class COO(_Sparse):
             ends = torch.cat([count.new_zeros(1), count.cumsum(0)])
             values = _SumDuplicates.apply(self.values, ends, order)
         row = place // max(K, 1)
-        bounds = torch.arange(M + 1, device=self.device)
-        indptr = torch.searchsorted(row, bounds).to(self.rows.dtype)
-        return CSR(Pattern(indptr, (place - row * K).to(self.columns.dtype), self.shape), values)
+        pattern = Pattern.from_sorted(row, place - row * K, self.shape, self.columns.dtype)
+        return CSR(pattern, values)
 
     def coo(self) -> COO:
         return self
@@ -210,13 +209,8 @@ class _Compressed(_Sparse):
             ((at * H + row % H) * W + column % W,), coo.values, accumulate=True
         )
         block_row = place // max(K, 1)
-        bounds = torch.arange(M + 1, device=self.device)
         index = self.pattern.indices.dtype
-        pattern = Pattern(
-            torch.searchsorted(block_row, bounds).to(index),
-            (place - block_row * K).to(index),
-            (M, K),
-        )
+        pattern = Pattern.from_sorted(block_row, place - block_row * K, (M, K), index)
         return BCSR(pattern, values.view(-1, H, W), self.shape)
 
 
@@ -239,9 +233,8 @@ class CSR(_Compressed):
     def from_dense(cls, x: Tensor, keep: Tensor | None = None) -> CSR:
         """The entries of x where `keep` [M, K] is true, or that are not 0; int32 indices."""
         row, column = torch.nonzero(x.detach() != 0 if keep is None else keep, as_tuple=True)
-        bounds = torch.arange(x.shape[0] + 1, device=x.device)
-        indptr = torch.searchsorted(row, bounds).to(torch.int32)
-        return cls(Pattern(indptr, column.to(torch.int32), tuple(x.shape)), x[row, column])
+        pattern = Pattern.from_sorted(row, column, tuple(x.shape), torch.int32)
+        return cls(pattern, x[row, column])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -360,9 +353,7 @@ class BCSR(_Sparse):
         if keep is None:
             keep = (tiles.detach() != 0).any(-1).any(-1)
         row, column = torch.nonzero(keep, as_tuple=True)
-        bounds = torch.arange(tiles.shape[0] + 1, device=x.device)
-        indptr = torch.searchsorted(row, bounds).to(torch.int32)
-        pattern = Pattern(indptr, column.to(torch.int32), tuple(tiles.shape[:2]))
+        pattern = Pattern.from_sorted(row, column, tuple(tiles.shape[:2]), torch.int32)
         return cls(pattern, tiles[row, column], tuple(x.shape))
 
     @property

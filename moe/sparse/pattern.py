@@ -9,7 +9,7 @@ Shape letters: M rows, K columns, Z entries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Pattern:
     shape: tuple[int, int]
     row_length: int | None = None
     """Entries of a row, where all have the same number (kernels then skip `indptr`)."""
+    longest: int | None = None
+    """Entries of the longest row, where that is known: short rows are not divided."""
     derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What has been derived so far."""
 
@@ -94,10 +96,15 @@ class Pattern:
         back = Pattern(indptr, self.rows[order], (columns, rows))
         return back, order.to(self.indices.dtype)
 
+    @property
+    def told(self) -> bool:
+        """Whether the transpose is known already."""
+        return "flipped" in self.derived
+
     def with_flipped(self, back: Pattern, order: Tensor) -> Pattern:
         """The same pattern, told its transpose and the entry here of each entry there."""
         told = {"flipped": (back, order)}
-        return Pattern(self.indptr, self.indices, self.shape, self.row_length, told)
+        return replace(self, derived=told)
 
     @property
     def split(self) -> Split | None:
@@ -106,16 +113,25 @@ class Pattern:
 
     def _find_split(self) -> Split | None:
         chunk = chunk_size(self.entries, self.shape[0])
-        if self.row_length is not None and self.row_length <= chunk:
+        known = self.longest if self.row_length is None else self.row_length
+        if known is not None and known <= chunk:
             return None
         return split_rows(self.indptr, self.entries, chunk)
 
     def to(self, device: torch.device | str | None = None, index: torch.dtype | None = None):
         """The same pattern on another device or with other integers."""
-        return Pattern(
-            self.indptr.to(device, index), self.indices.to(device, index), self.shape,
-            self.row_length,
-        )  # fmt: skip
+        indptr, indices = self.indptr.to(device, index), self.indices.to(device, index)
+        return replace(self, indptr=indptr, indices=indices, derived={})
+
+    @classmethod
+    def from_sorted(
+        cls, rows: Tensor, indices: Tensor, shape: tuple[int, int], index: torch.dtype
+    ) -> Pattern:
+        """From the row and column of each entry, ascending; reads the longest row back."""
+        bounds = torch.arange(shape[0] + 1, device=rows.device)
+        indptr = torch.searchsorted(rows, bounds)
+        longest = int(indptr.diff().max()) if shape[0] else 0
+        return cls(indptr.to(index), indices.to(index), tuple(shape), longest=longest)
 
     def validate(self, row: str = "row", column: str = "column") -> Pattern:
         """Check everything by reading memory; returns self.

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from moe.kernels import block_products
 from moe.kernels import sddmm as _sddmm
 from moe.kernels import spmm as _spmm
+from moe.kernels import spread as _spread
 from moe.kernels._triton import pick_backend
 from moe.sparse.formats import BCSR, COO, CSC, CSR
 from moe.sparse.pattern import Pattern
@@ -45,11 +46,19 @@ def _derive(pattern: Pattern, *, rows: bool = False, flipped: bool = False, spli
 # ------------------------------------------------------------------------------------ by entries
 
 
-def _product(pattern, order, values, x, add, alpha, beta, backend) -> Tensor:
+def _product(pattern, transposed, values, x, add, alpha, beta, backend) -> Tensor:
+    """alpha · A · X + beta · C, or with Aᵀ, by whichever kernel suits the pattern."""
+    walked, order = pattern.flipped if transposed else (pattern, None)
     order = None if values is None else order
+    if walked.row_length == 1 and add is None and alpha == 1 and (transposed or pattern.told):
+        by_column, back = (pattern, None) if transposed else pattern.flipped
+        return _spread.spread(
+            by_column.indptr, by_column.indices, back, values, x, walked.indices,
+            length=by_column.row_length, backend=backend,
+        )  # fmt: skip
     return _spmm.spmm(
-        pattern.indptr, pattern.indices, order, values, x, add, alpha=alpha, beta=beta,
-        row_length=pattern.row_length, split=pattern.split if backend == "triton" else None,
+        walked.indptr, walked.indices, order, values, x, add, alpha=alpha, beta=beta,
+        row_length=walked.row_length, split=walked.split if backend == "triton" else None,
         backend=backend,
     )  # fmt: skip
 
@@ -59,10 +68,9 @@ class _Spmm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, x, add, pattern, transposed, alpha, beta, backend):
-        walked, order = pattern.flipped if transposed else (pattern, None)
         ctx.save_for_backward(values, x)
         ctx.options = pattern, transposed, alpha, beta, backend
-        return _product(walked, order, values, x, add, alpha, beta, backend)
+        return _product(pattern, transposed, values, x, add, alpha, beta, backend)
 
     @staticmethod
     @once_differentiable
@@ -78,8 +86,7 @@ class _Spmm(torch.autograd.Function):
                 backend=backend,
             )  # fmt: skip
         if need_x:
-            walked, order = (pattern, None) if transposed else pattern.flipped
-            dx = _product(walked, order, values, grad, None, alpha, 0.0, backend)
+            dx = _product(pattern, not transposed, values, grad, None, alpha, 0.0, backend)
         if need_add:
             dadd = grad * beta
         return dvalues, dx, dadd, *(None,) * 5
@@ -99,10 +106,9 @@ class _Sddmm(torch.autograd.Function):
         pattern, alpha, backend = ctx.options
         da = db = None
         if ctx.needs_input_grad[0]:
-            da = _product(pattern, None, grad, b, None, alpha, 0.0, backend)
+            da = _product(pattern, False, grad, b, None, alpha, 0.0, backend)
         if ctx.needs_input_grad[1]:
-            walked, order = pattern.flipped
-            db = _product(walked, order, grad, a, None, alpha, 0.0, backend)
+            db = _product(pattern, True, grad, a, None, alpha, 0.0, backend)
         return da, db, None, None, None
 
 

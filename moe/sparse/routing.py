@@ -19,7 +19,7 @@ def routing_csr(routing: Routing) -> CSR:
     """
     indptr_T1, expert_S, gates_S = routing.csr()
     shape = (routing.num_tokens, routing.num_experts)
-    pattern = Pattern(indptr_T1, expert_S, shape, routing.slots_per_token)
+    pattern = Pattern(indptr_T1, expert_S, shape, routing.slots_per_token, routing.num_experts)
     by_expert = Pattern(routing.offsets_E1, routing.token_R, shape[::-1])
     return CSR(pattern.with_flipped(by_expert, routing.slot_R), gates_S)
 

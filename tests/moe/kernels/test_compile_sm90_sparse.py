@@ -17,7 +17,7 @@ import pytest
 
 from tests.moe.kernels.test_compile_sm90_experts import ROOT, SHARED_LIMIT, _report, _supported
 
-KERNELS = ("spmm", "spmm split", "sddmm", "dsd", "dsd transposed", "sdd")
+KERNELS = ("spmm", "spmm split", "spread", "sddmm", "dsd", "dsd transposed", "sdd")
 
 
 def _compile(everything: bool) -> None:
@@ -30,7 +30,7 @@ def _compile(everything: bool) -> None:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    from moe.kernels import block_products, sddmm, spmm
+    from moe.kernels import block_products, sddmm, spmm, spread
 
     target = GPUTarget("cuda", 90, 32)
     made: dict[str, object] = {}
@@ -46,7 +46,7 @@ def _compile(everything: bool) -> None:
         made[self.fn.__name__] = triton.compile(source, target=target, options=rest.__dict__)
 
     JITFunction.run = compile_only
-    for module in (spmm, sddmm, block_products):
+    for module in (spmm, spread, sddmm, block_products):
         module.on_device = lambda tensor: contextlib.nullcontext()
 
     def show(name, config, dtype):
@@ -70,6 +70,9 @@ def _compile(everything: bool) -> None:
                     indptr, index, index, values, x, x, beta=1.0, split=split, config=c
                 )
                 show("spmm split", c, dtype)
+        for c in spread.configs(dtype, N)[: None if everything else 1]:
+            spread.spread_triton(indptr, index, index, values, x, index, config=c)
+            show("spread", c, dtype)
         for c in sddmm.configs(dtype, N)[: None if everything else 1]:
             sddmm.sddmm_triton(index, index, x, x, 1.0, dtype, c)
             show("sddmm", c, dtype)

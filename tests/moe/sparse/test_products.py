@@ -171,6 +171,29 @@ def test_the_result_does_not_depend_on_the_configuration():
         check(f"sdd {c}", s.with_values(got).dense(), (a @ x.mT) * mask, 1e-5)
 
 
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_one_entry_a_row_is_spread(backend, dtype, ragged, monkeypatch):
+    """Written from each row of X, which is read once; the other kernel must not run."""
+    rows = torch.tensor([[3, 0], [-1, 5], [1, -1]])  # of the result, for each row of X
+    indptr = torch.tensor([0, 2, 4, 6])
+    column = torch.tensor([0, 2, -1, 0, -1, 1])
+    entry = torch.tensor([1, 4, 0, 0, 0, 3])
+    back = Pattern(indptr, rows.flatten(), (3, 6), None if ragged else 2)
+    pattern = Pattern(torch.arange(7), column, (6, 3), 1).with_flipped(back, torch.zeros(6))
+    x = random(3, 20, dtype=dtype)
+    want = torch.stack([x[c] if c >= 0 else torch.zeros(20, dtype=dtype) for c in column])
+    for name in ("spmm_ref", "spmm_triton"):
+        monkeypatch.setattr(f"moe.kernels.spmm.{name}", None)
+    with nan_memory():
+        assert torch.equal(gather(pattern, x, backend=backend), want)
+    values = random(6, dtype=dtype)
+    told = back.with_flipped(pattern, entry)
+    with nan_memory():
+        got = spmm(CSR(told, values).t(), x, backend=backend)
+    check("out", got, want * values[entry][:, None], BOUND[dtype])
+
+
 def test_split_rows_covers_every_entry_once():
     for lengths in ([0, 5, 0, 100, 7, 0], [64], [0, 0], [1] * 50, [200, 0, 199]):
         indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
