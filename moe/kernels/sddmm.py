@@ -81,7 +81,7 @@ def configs(dtype: torch.dtype, N: int) -> list[Config]:
     """Configurations worth trying, the default first."""
     line = 32 * 16 // dtype.itemsize
     widest = size_class(max(N, 16))
-    listed = [(line, 8, 1), (2 * line, 8, 2), (line, 4, 1), (2 * line, 4, 2)]
+    listed = [(line, 4, 1), (2 * line, 4, 2), (2 * line, 8, 2)]
     fitting = (Config(min(bn, widest), u, max(1, min(w, widest // line))) for bn, u, w in listed)
     return list(dict.fromkeys(fitting))
 

@@ -243,9 +243,9 @@ def configs(dtype: torch.dtype, mean: int, N: int) -> list[Config]:
     widest = size_class(max(N, 16))
     u = min(8, size_class(max(mean, 1)))
     if u < 8:
-        listed = [(4 * line, u, 4), (2 * line, u, 2), (line, u, 1), (4 * line, u, 2)]
+        listed = [(4 * line, u, 4), (4 * line, u, 2), (8 * line, u, 4)]
     else:
-        listed = [(2 * line, 8, 1), (line, 4, 1), (4 * line, 8, 4), (2 * line, 4, 1)]
+        listed = [(line, 4, 1), (2 * line, 8, 1), (4 * line, 8, 4)]
     fitting = (Config(min(bn, widest), u, max(1, min(w, widest // line))) for bn, u, w in listed)
     return list(dict.fromkeys(fitting))
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.kernels._grouped import expert_of_rows, used_rows
+from moe.kernels._grouped import define_op, expert_of_rows, used_rows
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_backward_ref, activation_ref, activation_width
 from moe.routing import Routing
@@ -116,6 +116,21 @@ def topology(routing: Routing, height: int, columns: int) -> Topology:
     )
 
 
+def _activation_fake(h_RH: Tensor, kind: str) -> Tensor:
+    return h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // activation_width(kind))
+
+
+# Operators, as torch.compile cannot trace writes to every second column.
+_activation = define_op(
+    "activation(Tensor h, str kind) -> Tensor", activation_ref, _activation_fake
+)
+_activation_backward = define_op(
+    "activation_backward(Tensor h, Tensor da, str kind) -> Tensor",
+    lambda h_RH, da_RN, kind: activation_backward_ref(h_RH, da_RN, kind)[0].to(h_RH.dtype),
+    lambda h_RH, da_RN, kind: torch.empty_like(h_RH),
+)
+
+
 class _Activation(torch.autograd.Function):
     """Of all numbers of H's blocks, gate and up columns interleaved."""
 
@@ -123,13 +138,12 @@ class _Activation(torch.autograd.Function):
     def forward(ctx, h_RH, kind):
         ctx.save_for_backward(h_RH)
         ctx.kind = kind
-        return activation_ref(h_RH, kind)
+        return _activation(h_RH, kind)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, da_RN):
-        (h_RH,) = ctx.saved_tensors
-        return activation_backward_ref(h_RH, da_RN, ctx.kind)[0].to(h_RH.dtype), None
+        return _activation_backward(*ctx.saved_tensors, da_RN, ctx.kind), None
 
 
 def spmm_experts(

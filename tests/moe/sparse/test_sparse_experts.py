@@ -138,6 +138,20 @@ def test_in_a_layer():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_torch_compile():
+    layer = MoE(MoEConfig(24, 32, 6, 2, kernels="spmm", init_std=0.3))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(10, 24, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    got, want = (one(x)[0] for one in (compiled, layer))
+    assert torch.equal(got, want)
+    for one, other in zip(
+        torch.autograd.grad(got.square().sum(), leaves),
+        torch.autograd.grad(want.square().sum(), leaves),
+    ):
+        assert torch.equal(one, other)
+
+
 def test_autocast():
     layer = MoE(MoEConfig(16, 16, 4, 2, kernels="spmm", init_std=0.3))
     with torch.autocast("cpu", torch.bfloat16):
