@@ -30,6 +30,13 @@ TRITON = pytest.param("triton", torch.float32, marks=needs_interpreter)
 BACKENDS = [("reference", torch.float64), TRITON]
 
 
+@pytest.fixture(autouse=True)
+def _few_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow by the turn; other configurations have a test of their own."""
+    if INTERPRET:
+        monkeypatch.setattr(spmm_kernel, "configs", lambda *sizes: [Config(32, 16, 1)])
+
+
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_entries(shape, backend, dtype):
