@@ -12,7 +12,7 @@ import torch
 from tests.processes import start_training
 from tests.training.tiny import write_inputs
 from training.checkpoint import read_weights
-from training.logging import read_metrics
+from training.logging import read_lines, read_metrics
 
 STEPS, SAVED = 8, 4
 FIRST = ("parallel.nodes=2",)
@@ -33,7 +33,8 @@ if importlib.util.find_spec("deepspeed") is None:
 def train(config: Path, folder: Path, name: str, world: int, *overrides: str) -> None:
     fixed = [f"run.name={name}", f"train.steps={STEPS}", "train.micro_batch_size=1"]
     fixed += [f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=null"]
-    fixed += ["eval.every_steps=null", "eval.batches=16"]
+    fixed += ["eval.every_steps=8", "eval.batches=3", "eval.sample_prompt=the whale"]
+    fixed += ["eval.sample_tokens=5"]
     group = start_training([str(config), *fixed, *overrides], world=world, folder=folder)
     codes = group.wait(200)
     assert codes == [0] * world, group.output()
@@ -44,6 +45,15 @@ def curve(folder: Path) -> dict[int, tuple[float, float, int]]:
         line["step"]: (line["loss"], line["grad_norm"], line["tokens"])
         for line in read_metrics(folder)
     }
+
+
+def val_loss(folder: Path) -> float:
+    return read_metrics(folder)[-1]["val_loss"]
+
+
+def sample(folder: Path) -> str:
+    events = read_lines(folder / "events.jsonl")
+    return [event["sample"] for event in events if event["event"] == "sample"][-1]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +81,10 @@ def test_any_layout_goes_on_from_the_checkpoint_of_another(whole, name):
         assert loss == pytest.approx(expected[step][0], rel=1e-6), step
         assert norm == pytest.approx(expected[step][1], rel=1e-4), step
         assert tokens == expected[step][2], "the token stream"
+    # Three batches of validation on as many processes as there are, and a sample that all draw.
+    whole_run = folder / "runs/whole"
+    assert val_loss(run) == pytest.approx(val_loss(whole_run), rel=1e-6)
+    assert sample(run) == sample(whole_run)
     if name == "the same":
         assert got == {step: expected[step] for step in got}
         ours, theirs = (
