@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from moe.kernels.router_logits import router_logits
 from moe.kernels.routing_metadata import RoutingMetadata
 from moe.kernels.topk_gating import (
-    GROUP_FLOOR,
     MOST_PER_TOKEN,
     Gating,
-    _scores,
+    kept_groups,
+    plain_scores,
     sanitised,
     topk_gating,
     topk_routing,
@@ -90,17 +90,6 @@ def probabilities(logits_TE: Tensor, score: str, valid_T: Tensor | None = None) 
     return torch.where(use_T[:, None], prob_TE, 0.0)
 
 
-def kept_groups(key_TE: Tensor, groups: int, groups_kept: int, top: int) -> Tensor:
-    """bool [T, E]: experts of the groups that `topk_gating` lets a token choose from."""
-    T, E = key_TE.shape
-    member = key_TE.clamp(min=GROUP_FLOOR).view(T, groups, E // groups)
-    total = torch.topk(member, top, dim=-1).values.sum(dim=-1)
-    order = torch.sort(total + 0.0, dim=-1, descending=True, stable=True).indices
-    keep = torch.zeros_like(total, dtype=torch.bool)
-    keep = keep.scatter(1, order[:, :groups_kept], torch.ones_like(keep))
-    return keep.repeat_interleave(E // groups, dim=1)
-
-
 def selection_keys(
     logits_TE: Tensor, config: MoEConfig, bias_E: Tensor | None, valid_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -114,7 +103,7 @@ def selection_keys(
         hopeless_T1 = ~usable_TE.any(dim=1, keepdim=True)
         if config.score != "softmax":
             hopeless_T1 = ~usable_TE  # these scores are elementwise and want finite logits
-        score_TE = _scores(torch.where(hopeless_T1, 0.0, z_TE), config.score)
+        score_TE = plain_scores(torch.where(hopeless_T1, 0.0, z_TE), config.score)
         score_TE = torch.where(usable_TE, score_TE, -math.inf)
         # Without a bias the logits chose: the same order, and no ties where the score saturates.
         key_TE = torch.where(usable_TE, z_TE, -math.inf) if bias_E is None else score_TE + bias_E

@@ -29,9 +29,9 @@ from moe.kernels.topk_gating import (
     NEG_INF,
     NORM_CODE,
     SCORE_CODE,
-    _scores,
     elementwise_score,
     ordered,
+    plain_scores,
     sanitised,
     score_slope,
     unordered,
@@ -157,7 +157,7 @@ def weights_ref(logits_TE: Tensor, score: str, norm: str) -> Tensor:
     if score == "softmax" or norm == "softmax_topk":
         some_T1 = live_TE.any(dim=1, keepdim=True)
         return torch.where(some_T1, torch.softmax(torch.where(some_T1, z_TE, zero), dim=1), zero)
-    weight_TE = torch.where(live_TE, _scores(torch.where(live_TE, z_TE, zero), score), zero)
+    weight_TE = torch.where(live_TE, plain_scores(torch.where(live_TE, z_TE, zero), score), zero)
     if norm == "none":
         return weight_TE
     return weight_TE / (weight_TE.sum(dim=1, keepdim=True) + 1e-20)

@@ -75,7 +75,7 @@ def sanitised(raw: Tensor) -> Tensor:
     return torch.where(raw.isfinite(), raw, fixed)
 
 
-def _scores(z_TE: Tensor, score: str) -> Tensor:
+def plain_scores(z_TE: Tensor, score: str) -> Tensor:
     """Scores of finite logits; every form has a finite gradient at every finite z."""
     if score == "softmax":
         return torch.softmax(z_TE, dim=-1)
@@ -89,21 +89,27 @@ def _scores(z_TE: Tensor, score: str) -> Tensor:
     return z_TE
 
 
+def kept_groups(key_TE: Tensor, groups: int, groups_kept: int, top: int) -> Tensor:
+    """bool [T, E]: experts of the groups that a token may choose from."""
+    T, E = key_TE.shape
+    member = key_TE.clamp(min=GROUP_FLOOR).view(T, groups, E // groups)
+    best = torch.sort(member, dim=-1, descending=True).values
+    total = best[..., 0]
+    for i in range(1, top):
+        total = total + best[..., i]
+    order = torch.sort(total + 0.0, dim=-1, descending=True, stable=True).indices
+    keep = torch.zeros_like(total, dtype=torch.bool)
+    keep = keep.scatter(1, order[:, :groups_kept], torch.ones_like(keep))
+    return keep.repeat_interleave(E // groups, dim=1)
+
+
 def _select(
     key_TE: Tensor, group_key_TE: Tensor, k: int, groups: int, groups_kept: int, top: int
 ) -> tuple[Tensor, Tensor]:
     """Indices [T, K] of the K largest keys, (key descending, index ascending); which are usable."""
-    T, E = key_TE.shape
     if groups_kept < groups:
-        member = group_key_TE.clamp(min=GROUP_FLOOR).view(T, groups, E // groups)
-        best = torch.sort(member, dim=-1, descending=True).values
-        total = best[..., 0]
-        for i in range(1, top):
-            total = total + best[..., i]
-        order = torch.sort(total + 0.0, dim=-1, descending=True, stable=True).indices
-        keep = torch.zeros_like(total, dtype=torch.bool)
-        keep = keep.scatter(1, order[:, :groups_kept], torch.ones_like(keep))
-        key_TE = key_TE.masked_fill(~keep.repeat_interleave(E // groups, dim=1), NEG_INF)
+        kept_TE = kept_groups(group_key_TE, groups, groups_kept, top)
+        key_TE = key_TE.masked_fill(~kept_TE, NEG_INF)
     # adding zero turns -0 into +0: a radix sort would tell them apart
     value, index = torch.sort(key_TE + 0.0, dim=-1, descending=True, stable=True)
     return index[:, :k], value[:, :k] > NEG_INF
@@ -137,9 +143,9 @@ def topk_gating_ref(
     finite_TE = torch.where(live_TE, z_TE, zero)
     soft_TE = torch.where(use_T[:, None], z_TE, zero)
     if score == "softmax":
-        score_TE = _scores(soft_TE, score)
+        score_TE = plain_scores(soft_TE, score)
     else:
-        score_TE = torch.where(live_TE, _scores(finite_TE, score), zero)
+        score_TE = torch.where(live_TE, plain_scores(finite_TE, score), zero)
 
     with torch.no_grad():
         biased_TE = score_TE if bias_E is None else score_TE + bias_E.to(dtype)

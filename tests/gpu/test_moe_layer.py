@@ -14,6 +14,7 @@ from moe import (
     to_host,
     z_loss,
 )
+from moe.control import RouterControl, begin_step, update_routers
 from moe.kernels.router_logits import router_logits
 from moe.rounding import RoundingConfig
 from tests.moe.oracle import make_layer
@@ -26,6 +27,23 @@ FIELDS = {
     "sigmoid": {"score": "sigmoid", "selection_bias": True, "sequence_stats": True},
     "shared": {"shared_expert_size": 40, "save": "x"},
     "rounded": {"rounding": RoundingConfig(tile=16, min_mean_tiles=1)},
+}
+CONTROLLED = {
+    "quantile": {
+        "score": "sigmoid",
+        "selection_bias": True,
+        "jitter": 0.01,
+        "expert_dropout": 0.1,
+        "control": RouterControl(bias_update="quantile", ema=0.9, keep_load=True, capacity=1.2),
+    },
+    "rms": {
+        "score": "sigmoid",
+        "selection_bias": True,
+        "groups": 4,
+        "groups_kept": 2,
+        "control": RouterControl(bias_update="rms", bias_targets=tuple(range(20, 36))),
+    },
+    "relu": {"score": "relu", "norm": "none", "control": RouterControl(l1_start=0.1)},
 }
 
 
@@ -70,7 +88,10 @@ def test_bit_equal_repeats(fields):
     for _ in range(5):
         again, again_stats, found = run(layer, x)
         assert torch.equal(again, y)
-        assert all(torch.equal(a, b) for a, b in zip(again_stats, stats))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(again_stats.measured().values(), stats.measured().values())
+        )
         for name, gradient in found.items():
             assert torch.equal(gradient, right[name]), name
 
@@ -142,3 +163,27 @@ def test_speed_of_router_logits(T, D, E):
         times[backend] = forward, device_ms(backward)
         print(f"\nT={T} D={D} E={E} {backend}: {forward:.3f} + {times[backend][1]:.3f} ms", end="")
     assert sum(times["triton"]) < 0.5 * sum(times["reference"])
+
+
+@pytest.mark.parametrize("fields", CONTROLLED.values(), ids=CONTROLLED)
+def test_state_of_the_router_needs_no_host_sync(fields):
+    """Forward, backward and update; and the update is that of the same statistics on the CPU."""
+    layer = make_layer(torch.float32, **SIZES, **fields).cuda()
+    x = torch.randn(4, 100, 64, device="cuda")
+    valid = torch.rand(4, 100, device="cuda") > 0.2
+    applied = torch.ones((), device="cuda")
+    run(layer, x, valid)  # compilation of kernels may synchronise
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        begin_step(layer, 1)
+        _, stats, _ = run(layer, x, valid)
+        before = copy.deepcopy(layer)
+        update_routers(layer, stats, step=1, applied=applied)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    before = before.cpu()
+    host = type(stats)(*(None if field is None else field.cpu() for field in stats.detach()))
+    update_routers(before, host, step=1)
+    for (name, found), right in zip(layer.named_buffers(), before.buffers()):
+        torch.testing.assert_close(found.cpu(), right, msg=name)

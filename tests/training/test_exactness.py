@@ -79,6 +79,27 @@ def test_a_run_ends_as_what_is_exported(tiny_config, monkeypatch, tmp_path, caps
     assert "router.end_steps" in capsys.readouterr().err
 
 
+def test_the_bias_of_a_family_that_has_one_is_exported(tiny_config, monkeypatch, tmp_path):
+    """glm4_moe by its defaults: quantile balancing, and transformers' logits with the bias."""
+    monkeypatch.chdir(tmp_path)
+    assert train.main([str(tiny_config), *GLM, "run.name=glm", "train.steps=4"]) == 0
+    folder = tmp_path / "runs" / "glm"
+    assert events(folder, "export_check")[-1]["exact"] is True
+    assert load_model(folder).layers[0].moe.router.selection_bias.abs().max() > 0
+    assert metrics(folder)[-1]["balance_loss"] > 0.9
+    assert script.main([str(folder), str(tmp_path / "out"), "--check"]) == 0
+
+
+def test_relu_routing_trains(tiny_config, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["router.score=relu", "router.exportable=false", "train.steps=4", "run.name=relu"]
+    assert train.main([str(tiny_config), *words]) == 0
+    lines = metrics(tmp_path / "runs" / "relu")
+    assert all(line["loss"] < 7 for line in lines)
+    with pytest.raises(ValueError, match=r"other scores than its own \(router\.score\)"):
+        load_model(tmp_path / "runs" / "relu")
+
+
 def test_a_model_that_routes_otherwise_than_its_export_is_found(tiny_config, monkeypatch, tmp_path):
     """Without the switch at the end, the check must fail."""
     monkeypatch.chdir(tmp_path)
