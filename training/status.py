@@ -102,6 +102,8 @@ def start(job: Job) -> None:
     )
     probe = next(job.model.parameters())
     experts = pick_backend(config.model.kernels, probe, available=BACKENDS)
+    if config.model.kernels == "spmm":
+        experts = f"products of sparse matrices ({experts})"
     log.say(f"kernels: experts {experts}, loss {loss_backend(probe)}")
     relu = config.router.score == "relu"
     if job.model.config.moe_layers and (config.router.balance_coef or relu):

@@ -12,7 +12,7 @@ schedule of densities is that of M. Zhu and S. Gupta (arXiv 1710.01878), regrowt
 
 A kernel can skip a column of activations for a tile of rows only if all of them are 0 there, so
 what counts is the union density of a tile: 1 - (1 - density)^rows for independent zeros, near 1 for
-any tile worth a matrix instruction. `union_density` measures it.
+any tile worth a matrix instruction. `union_density` measures it, `activation_density` for a layer.
 
 Shape letters: M rows, K columns, R rows in expert order, E experts, N expert width.
 """
@@ -26,6 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from moe.kernels._grouped import expert_of_rows, used_rows
+from moe.kernels._triton import pick_backend
+from moe.kernels.up_forward import up_forward
+from moe.routing import Routing
 from moe.sparse.formats import BCSR, CSR
 
 METHODS = ("straight_through", "regrow")
@@ -219,3 +222,30 @@ def union_density(a_RN: Tensor, offsets_E1: Tensor, rows: int) -> Tensor:
     hit = torch.zeros(most + 1, N, dtype=torch.int32, device=a_RN.device)
     hit.index_add_(0, tile_R, (a_RN != 0).to(torch.int32))
     return (hit[:most] > 0).sum() / (first_E1[-1] * N).clamp_min(1)
+
+
+@torch.no_grad()
+def activation_density(
+    x_TD: Tensor,
+    w1_EHD: Tensor,
+    routing: Routing,
+    activation: str,
+    tiles: tuple[int, ...] = (1, 8, 32, 128),
+    backend: str = "auto",
+) -> dict[int, Tensor]:
+    """Rows of a tile -> `union_density` of the activations of a layer's experts.
+
+    Only activations with zeros have anything to skip: relu2 and reglu. For 128 rows, the tile of
+    the products of training, expect a number near 1.
+
+    Args:
+        x_TD, w1_EHD, routing, activation: as for `moe.experts.experts`.
+        tiles: rows of a tile.
+        backend: who computes the activations.
+    """
+    backend = pick_backend(backend, x_TD)
+    _, a_RN = up_forward(
+        x_TD, w1_EHD, None, routing.token_R, routing.offsets_E1,
+        activation=activation, save_h=False, backend=backend,
+    )  # fmt: skip
+    return {rows: union_density(a_RN, routing.offsets_E1, rows) for rows in tiles}

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from moe.sparse import BCSR, CSR, spmm
-from moe.sparse.dynamic import DynamicMask, MaskSchedule, block_sums, keep_largest, union_density
-from tests.moe.kernels.grouped_cases import offsets_of
+from moe.sparse.dynamic import (
+    DynamicMask,
+    MaskSchedule,
+    activation_density,
+    block_sums,
+    keep_largest,
+    union_density,
+)
+from tests.moe.kernels.grouped_cases import activate_by_hand, offsets_of, topk_routing, weights
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
@@ -152,6 +159,28 @@ def test_union_density_of_independent_zeros():
         want = 1 - 0.95**rows
         assert union_density(a, offsets, rows).item() == pytest.approx(want, abs=0.01)
     assert union_density(torch.zeros(0, 4), offsets_of([0, 0]), 8) == 0
+
+
+@pytest.mark.parametrize("kind", ["relu2", "reglu", "silu"])
+def test_density_of_a_layer(kind):
+    """Against activations computed one row at a time."""
+    T, E, D, N = 30, 3, 12, 16
+    routing = topk_routing(T, E, 2, holes=True)
+    w1 = weights(E, D, N, kind)[0]
+    x = torch.randn(T, D) - 0.5
+    got = activation_density(x, w1, routing, kind, tiles=(1, 4))
+    hits, tiles = {1: 0, 4: 0}, {1: 0, 4: 0}
+    for e in range(E):
+        start, end = routing.offsets_E1[e : e + 2].tolist()
+        some = activate_by_hand(x[routing.token_R[start:end].long()] @ w1[e].mT, kind) != 0
+        for rows in hits:
+            for at in range(0, end - start, rows):
+                hits[rows] += int(some[at : at + rows].any(0).sum())
+                tiles[rows] += 1
+    for rows, density in got.items():
+        assert density.item() == pytest.approx(hits[rows] / (tiles[rows] * N))
+    assert (got[1] == 1) == (kind == "silu")
+    assert got[4] >= got[1]
 
 
 def test_mistakes_are_refused():
