@@ -209,3 +209,15 @@ def test_state_survives_casts_and_padding_counts_nowhere(batch):
     torch.testing.assert_close(stats.output_sum_ED, expected.output_sum_ED)
     y[:T].sum().backward()
     assert torch.isfinite(layer.router.weight.grad).all()
+
+
+@pytest.mark.parametrize("gradient", ["dense", "default"])
+def test_under_compile(gradient, batch):
+    _, layer = pair(gradient)
+    x_TD, dy_TD = batch
+    expected = gradients(layer, x_TD, dy_TD)[2]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    layer.zero_grad()
+    compiled(x_TD.requires_grad_())[0].backward(dy_TD)
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-12)

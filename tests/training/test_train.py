@@ -206,6 +206,7 @@ def test_sigterm_finishes_the_step_saves_and_resumes_exactly(
         ("train.checkpointing=full", "router.balance_scope=global", "train.micro_batch_size=1"),
         ("optim.spike_factor=3", "optim.schedule=cosine"),
         ("router.top_k_schedule=geometric", "router.top_k_start=4", "router.soft_k=true"),
+        ("router.gradient=default",),
     ],
     ids=lambda settings: settings[0],
 )
