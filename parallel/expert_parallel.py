@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from moe import MoE, MoEConfig, Routing
 from moe.experts import experts
 from moe.kernels._triton import pick_backend
+from moe.metrics import RouterStats
 from parallel.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
 from parallel.dispatch import (
     SCHEDULES,
@@ -178,7 +179,6 @@ class ParallelExperts(nn.Module):
             own = own.flatten(0, 1) if flat else own
             self.register_parameter(name, nn.Parameter(own, weight.requires_grad))
 
-    @torch.compiler.disable
     def forward(
         self, x_TD: Tensor, routing: Routing, shared: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
@@ -283,6 +283,12 @@ class ExpertParallelMoE(MoE):
             layer.config, layer.w1, layer.w2, mesh, options, transport, flat
         )
         self.train(layer.training)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        # As a whole outside compiled blocks: the order of exchanges in backward is that of eager
+        # autograd, and Dynamo of torch 2.11 cannot break a graph where a `Routing` is alive.
+        return super().forward(x, valid)
 
     def reset_parameters(self) -> None:
         raise RuntimeError("weights are drawn for the whole layer, before it is split")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from models.build import build_model, draw, reset_buffers
-from models.execution import apply_checkpointing
+from models.execution import apply_checkpointing, compile_blocks
 from parallel.engine import check_replicas, make_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import build_mesh, plan_mesh
@@ -41,6 +41,7 @@ class Case:
     options: ExpertParallelOptions = field(default_factory=ExpertParallelOptions)
     checkpointing: str = "none"
     meta: bool = False
+    compiled: bool = False
 
 
 FEW = (("num_experts", 3), ("num_experts_per_tok", 2))
@@ -53,6 +54,7 @@ CASES = {
     "tied weights": Case(family="qwen3_moe_sparse_step"),
     "recomputed blocks": Case(checkpointing="full", options=ExpertParallelOptions(chunks=3)),
     "4 nodes, experts twice, recomputed attention": Case(checkpointing="selective", nodes=4),
+    "compiled blocks": Case(compiled=True, checkpointing="full"),
     "pairwise": Case(nodes=4, expert=4, options=ExpertParallelOptions(schedule="pairwise")),
 }
 TRAINED = {
@@ -73,10 +75,13 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
     model = build_model(config, device="meta") if case.meta else tiny.build(config, wide)
     groups = tiny.groups_of(model)
     apply_checkpointing(model, case.checkpointing)
-    return make_engine(
+    engine = make_engine(
         "fsdp2", model, mesh, groups, tiny.units_of(model), tiny.guard_of(),
         num_terms=3, settings=tiny.SETTINGS, options=case.options, dtype=dtype,
     )  # fmt: skip
+    if case.compiled:
+        compile_blocks(model, backend="eager")
+    return engine
 
 
 def _draw(config, model):
