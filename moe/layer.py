@@ -266,9 +266,12 @@ class MoE(nn.Module):
         y_TD = self._for_missing(y_TD, x_TD, logits_TE, gating, routing, valid_T)
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         select_TE = logits_TE if select_TE is None else select_TE
-        stats = self._stats(logits_TE, select_TE, gating, routing, valid_T, sequences, gate_sum_E)
         if sums_ED is not None:
-            stats = stats._replace(output_sum_ED=sums_ED.to(gating.lse_T.dtype))
+            sums_ED = sums_ED.to(gating.lse_T.dtype)
+        stats = self._stats(
+            logits_TE, select_TE, gating, routing, valid_T, sequences,
+            gate_sum_E=gate_sum_E, output_sum_ED=sums_ED,
+        )  # fmt: skip
         return y_TD.view(x.shape), stats
 
     def _for_missing(
@@ -360,7 +363,7 @@ class MoE(nn.Module):
         routing: Routing,
         valid_T: Tensor | None,
         sequences: int,
-        gate_sum_E: Tensor | None,
+        **measured: Tensor | None,
     ) -> RouterStats:
         sequence = gating.lse_T.new_zeros(())
         if self.config.sequence_stats and logits_TE.shape[0]:
@@ -389,8 +392,8 @@ class MoE(nn.Module):
             tokens=tokens,
             nonfinite=gating.nonfinite,
             rows_E=routing.counts_E,
-            gate_sum_E=gate_sum_E,
             quantile_sum_E=quantile_E,
+            **measured,
         )
 
     @property
