@@ -41,7 +41,8 @@ class TraceEntry:
     choice: CompactRouting
     """The router's top-K choice, which the statistics count."""
     realised: CompactRouting | None
-    """What the experts computed, where token rounding made it differ from the choice."""
+    """What the experts computed, where token rounding or a capacity limit made it differ from the
+    choice."""
 
     def to(self, device: torch.device | str) -> TraceEntry:
         realised = None if self.realised is None else self.realised.to(device)
@@ -205,7 +206,8 @@ def _in_backward() -> bool:
 
 
 def _entry_of(layer: MoE, gating: Gating, routing: Routing, gate_dtype: torch.dtype) -> TraceEntry:
-    if routing.slots_per_token is not None:
+    limited = layer.training and layer.router.capacity is not None
+    if routing.slots_per_token is not None and not limited:
         return TraceEntry(routing.compact(gate_dtype), None)
     config = layer.config
     choice = Routing.from_topk(gating.expert_TK, gating.gate_TK, config.num_experts, config.kernels)
@@ -243,7 +245,8 @@ def _rerouted(
             f"{name}: (tokens, num_experts, num_experts_per_tok) was {recorded} when recorded, "
             f"is {found} now"
         )
-    if realised is not None and c.rounding is None and gates == "live":
+    limited = realised is not None and realised.slots_per_token is not None  # by a capacity
+    if realised is not None and not limited and c.rounding is None and gates == "live":
         raise ValueError(
             f"{name}: recorded with token rounding, but rounding=None now does not say how live "
             "gates are normalised; use gates='frozen'"
@@ -257,7 +260,10 @@ def _rerouted(
     gating = gating._replace(
         expert_TK=expert_TK, gate_TK=routing.gates_S.view_as(expert_TK), counts_E=routing.counts_E
     )
-    if realised is not None:
+    if limited and gates == "live":
+        kept_S = realised.ids_S().to(device) >= 0
+        routing = realised.expand(torch.where(kept_S, gate_S, 0.0), device, c.kernels)
+    elif realised is not None:
         routing = realised.expand(None, device, c.kernels)
         if gates == "live":
             routing = replace(routing, gates_S=_rounded_gates(layer, logits_TE, gating, routing))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe import MoE, balance_loss
+from moe import MoE, RoutingTrace, balance_loss
 from moe.capacity import ranks
 from moe.control import RouterControl, begin_step
 from moe.rounding import RoundingConfig
@@ -96,6 +96,22 @@ def test_gradients_by_finite_differences(drop):
         return y.square().sum() + balance_loss(stats)
 
     check_gradients(value, {"x": x, **dict(layer.named_parameters())}, atol=1e-6)
+
+
+@pytest.mark.parametrize("gates", ["live", "frozen"])
+def test_a_trace_keeps_choice_and_drops_apart(gates):
+    layer = limited(1.0)
+    x = torch.randn(28, 6, dtype=torch.float64)
+    trace = RoutingTrace(layer, gate_dtype=torch.float64)
+    with trace.record():
+        y, stats = layer(x)
+    layer.router.capacity = None  # what was dropped stays dropped
+    with trace.replay(gates=gates):
+        again, again_stats = layer(x)
+    torch.testing.assert_close(again, y)
+    assert torch.equal(again_stats.counts_E, stats.counts_E)
+    assert torch.equal(again_stats.rows_E, stats.rows_E)
+    assert stats.rows_E.sum() < stats.counts_E.sum()
 
 
 @pytest.mark.parametrize(
