@@ -30,10 +30,11 @@ from training import faults, status
 from training.assemble import make_trainee, model_config, restore_random_states, snapshot
 from training.checkpoint import CheckpointError, Saver
 from training.config import Config, ConfigError, Plan, load_config, make_plan, write_resolved
+from training.config_routers import check_routers
 from training.data import build_data, load_tokenizer
 from training.device import seed_all, setup_determinism
 from training.evaluate import as_trained, on_schedule, sample_text, validate
-from training.exactness import acting, check_ends
+from training.exactness import acting
 from training.faults import RunFailed, StopRequest
 from training.first_bias import calibrate
 from training.job import Job
@@ -64,7 +65,7 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     else:
         progress.position = data.state_dict()
     steps = total_steps(config, data.rows_per_epoch)
-    check_ends(config, steps)
+    check_routers(config, steps)
 
     if world.main:  # only now: a refused start leaves the files of earlier ones alone
         write_resolved(config, run.folder / "config.yaml")

@@ -10,6 +10,7 @@ takes the field names of a Hugging Face config.json (models/config.py) beside it
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -34,6 +35,7 @@ from models.config_hf import fields_from_hf
 from training.config_base import Count, Fraction, Positive, Section
 from training.config_checks import (
     check_combinations,
+    check_rounding,
     refuse_sharded,
     refuse_useless,
     router_defaults,
@@ -477,7 +479,8 @@ def make_plan(
         import torch  # here, so that mistakes are told before the two seconds this takes
 
         cuda = torch.cuda.is_available()
-    from training.layout import plan_layout  # which imports it too
+    from training.config_routers import check_routers  # which imports it too
+    from training.layout import plan_layout
 
     device = config.run.device
     if device == "cuda" and not cuda:
@@ -485,12 +488,22 @@ def make_plan(
     if device == "auto":
         device = "cuda" if cuda else "cpu"
     on_gpu = device == "cuda"
+    kernels = config.model.kernels
+    interpreted = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels in ("triton", "hopper") and not on_gpu and not interpreted:
+        raise ConfigError(
+            f"model.kernels={kernels!r} needs a CUDA device, this run is on {device}; allowed "
+            "here: auto, reference, spmm"
+        )
     dtype = train.dtype if train.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     mesh, engine, exchange = plan_layout(
         config.parallel, config.model.config, world_size, device, hosts
     )
     if engine is not None:
         refuse_sharded(config, world_size)
+    check_rounding(config, micro_batch)
+    if train.steps is not None:
+        check_routers(config, train.steps)
     return Plan(
         world_size=world_size,
         device=device,

@@ -6,9 +6,11 @@ everything out, loads again. Used by training/config.py; nothing here needs PyTo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from training.config_load import ConfigError
 from training.exactness import check_exactness
 
 if TYPE_CHECKING:
@@ -194,8 +196,7 @@ def check_combinations(config: Config) -> None:
     if config.model.kernels == "spmm":
         _check_spmm(config)
     _check_router(config)
-    if config.router.rounding != "none":
-        _check_rounding(config)
+    check_rounding(config, train.micro_batch_size)
     if config.router.top_k_schedule != "none" and config.router.top_k_start is None:
         raise ValueError(
             f"router.top_k_schedule={config.router.top_k_schedule!r} needs router.top_k_start, the "
@@ -288,17 +289,38 @@ def _check_router(config: Config) -> None:
             )
 
 
-def _check_rounding(config: Config) -> None:
-    """Rounding that would never happen is a useless setting."""
+def check_rounding(config: Config, rows: int) -> None:
+    """Refuse token rounding that would not round, or not as it is told, in micro-batches of so
+    many rows.
+
+    Raises:
+        ConfigError: key, value, what is allowed.
+    """
     model, router = config.model.config, config.router
-    tokens = config.train.micro_batch_size * config.data.seq_len
-    tiles = tokens * model.num_experts_per_tok / (model.num_experts * router.rounding_tile)
-    if tiles < router.rounding_min_mean_tiles or tokens < router.rounding_tile:
-        raise ValueError(
+    if router.rounding == "none" or not model.moe_layers:
+        return
+    tokens, tile = rows * config.data.seq_len, router.rounding_tile
+    mean = tokens * model.num_experts_per_tok / (model.num_experts * tile)
+    if tile == 1:
+        raise ConfigError(
+            "router.rounding_tile=1 has no effect: every count is a multiple of 1; allowed: 2 or "
+            "more, or router.rounding=none"
+        )
+    if mean < router.rounding_min_mean_tiles or tokens < tile:
+        raise ConfigError(
             f"router.rounding={router.rounding!r} has no effect: a micro-batch of {tokens} tokens "
-            f"gives an expert {tiles:.2g} tiles of router.rounding_tile={router.rounding_tile} on "
-            f"average, below router.rounding_min_mean_tiles={router.rounding_min_mean_tiles:g}; "
-            f"raise train.micro_batch_size, or leave it out"
+            f"gives an expert {mean:.2g} tiles of router.rounding_tile={tile} on average, below "
+            f"router.rounding_min_mean_tiles={router.rounding_min_mean_tiles:g}; raise "
+            "train.micro_batch_size (and train.global_batch_size, with many processes), or leave "
+            "it out"
+        )
+    most = tokens // tile
+    if router.rounding_max_tiles is not None:
+        most = min(most, math.ceil(router.rounding_max_tiles * mean))
+    if router.rounding_min_tiles > most:
+        raise ConfigError(
+            f"router.rounding_min_tiles={router.rounding_min_tiles} is more than an expert can "
+            f"get of a micro-batch of {tokens} tokens; allowed: 0 to {most}"
         )
 
 
@@ -307,11 +329,11 @@ _WHOLE = ("router.revive_after", "router.gradient", "router.rounding_dropped_gra
 
 
 def refuse_sharded(config: Config, world_size: int) -> None:
-    """ValueError for settings that work in one process only."""
+    """ConfigError for settings that work in one process only."""
     for place in _WHOLE:
         value, default = _field(config, place)
         if value != default:
-            raise ValueError(
+            raise ConfigError(
                 f"{place}={value!r} works in one process only, as experts are split over the "
                 f"{world_size} processes of this run; leave it out"
             )

@@ -115,6 +115,15 @@ MISTAKES = [
         "router.rounding=nearest router.rounding_max_tiles=1",
         "rounding_max_tiles=1 must be a number",
     ),
+    ("router.rounding=up router.rounding_tile=1", "router.rounding_tile=1 has no effect"),
+    (
+        "router.rounding=up router.rounding_tile=16 router.rounding_min_tiles=40",
+        "router.rounding_min_tiles=40 is more than an expert can get",
+    ),
+    (
+        "router.score=relu router.exportable=false router.balance_scope=sequence",
+        "router.balance_scope='sequence' does not go with",
+    ),
     # settings that another setting makes useless
     ("router.rounding_tile=64", "router.rounding_tile=64 has no effect while router.rounding=none"),
     ("router.rounding_protect_top1=true", "has no effect while router.rounding=none"),
@@ -150,6 +159,67 @@ def test_a_mistake_is_one_line(file, words, expected):
     with pytest.raises(ConfigError) as caught:
         load_config(file, overrides)
     assert expected in one_line(caught)
+
+
+# What only shows once the length of the run, the processes and the device are known.
+PLANLESS = [
+    (
+        "router.top_k_schedule=linear router.top_k_start=9",
+        "router.top_k_start=9 is more than the 8",
+    ),
+    ("router.top_k_schedule=cosine router.top_k_start=2", "router.top_k_start=2 must be above"),
+    (
+        "router.top_k_schedule=linear router.top_k_start=8 router.top_k_ramp=0.001",
+        "router.top_k_ramp gives 0 steps",
+    ),
+    (
+        "router.top_k_schedule=steps router.top_k_start=3 router.top_k_levels=[[201,2]]",
+        "router.top_k_levels reach model.num_experts_per_tok=2 at step 201, after the 200 steps",
+    ),
+    (
+        "router.top_k_schedule=linear router.top_k_start=3 router.soft_k=true router.rounding=up "
+        "router.rounding_tile=16 router.rounding_renorm=tr",
+        "router.rounding_renorm='tr' makes gates anew",
+    ),
+    ("router.freeze_at=201", "router.freeze_at=201 has no effect: the run has 200 steps"),
+    ("router.revive_after=201", "router.revive_after=201 has no effect"),
+    (
+        "router.bias_update=sign router.end_steps=50 router.bias_freeze_at=101",
+        "brings the bias to zero from step 101 on; allowed: 1 to 100",
+    ),
+    (
+        "router.bias_update=sign router.exportable=false router.bias_freeze_at=1",
+        "router.bias_freeze_at=1 never lets",
+    ),
+    (
+        "model.mlp_only_layers=[0,1] router.jitter=0.1",
+        "router.jitter=0.1 has no effect: no layer of this model has experts",
+    ),
+    ("model.kernels=triton", "model.kernels='triton' needs a CUDA device, this run is on cpu"),
+    ("model.kernels=hopper", "allowed here: auto, reference, spmm"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), PLANLESS, ids=[words for words, _ in PLANLESS])
+def test_a_mistake_that_the_plan_shows_is_one_line(file, words, expected, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    config = load_config(file, words.split())
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config, cuda=False)
+    assert expected in one_line(caught)
+
+
+def test_processes_that_leave_too_few_rows_for_rounding_are_refused(file):
+    words = ["router.rounding=up", "router.rounding_tile=64", "train.global_batch_size=8"]
+    config = load_config(file, words)
+    assert make_plan(config, 1, cuda=False).micro_batch_size == 8
+    with pytest.raises(ConfigError, match=r"a micro-batch of 128 tokens gives an expert"):
+        make_plan(config, 4, cuda=False)
+
+
+def test_what_one_process_alone_can_do_is_a_mistake_of_the_config(file):
+    with pytest.raises(ConfigError, match=r"router\.revive_after=5 works in one process only"):
+        make_plan(load_config(file, ["router.revive_after=5"]), 2, cuda=False)
 
 
 @pytest.mark.parametrize("section", ["num_hidden_layers: 3", "lr: 1e-3", "learning-rate: 1"])

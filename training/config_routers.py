@@ -1,0 +1,80 @@
+"""Whether the routers of a config can be built and do what the config says, before a model is.
+
+A schedule of K must fit the experts and end with the run, what begins with some step must begin in
+it. Used by training/config.py where the length of the
+run is known, and by train.py where it comes out of the data.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from training.assemble import router_options
+from training.config_load import ConfigError
+from training.config_router import RouterConfig
+from training.exactness import check_ends, last_acting_step
+
+if TYPE_CHECKING:
+    from training.config import Config
+
+
+def check_routers(config: Config, steps: int) -> None:
+    """Refuse routers that cannot be, in a run of so many steps.
+
+    Raises:
+        ConfigError: key, value, what is allowed.
+    """
+    model = config.model.config
+    if not model.moe_layers:
+        _refuse_all(config)
+        return
+    _check_starts(config, steps)
+    try:
+        check_ends(config, steps)
+        model.moe_config(model.moe_layers[0], **router_options(config, model, steps))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        key = str(error).partition("=")[0]
+        section = "router." if key in RouterConfig.model_fields else ""
+        raise ConfigError(f"{section}{error}") from None
+
+
+def _refuse_all(config: Config) -> None:
+    """A model without experts has no router to set anything of."""
+    for key, field in RouterConfig.model_fields.items():
+        value, default = getattr(config.router, key), field.get_default(call_default_factory=True)
+        # those that are empty by default have been filled by the family
+        if value != default and key not in ("score", "bias_update", "balance_coef"):
+            raise ConfigError(
+                f"router.{key}={value!r} has no effect: no layer of this model has experts; leave "
+                "it out"
+            )
+
+
+def _check_starts(config: Config, steps: int) -> None:
+    """What begins at a step must begin while it can still do something."""
+    if config.router.bias_freeze_at == 1:
+        raise ConfigError(
+            "router.bias_freeze_at=1 never lets the selection bias move; allowed: 2 or more, or "
+            "router.bias_update=none"
+        )
+    last_bias = last_acting_step(config, "router.bias_update", steps)
+    ends = {
+        "freeze_at": (steps, f"the run has {steps} steps"),
+        "revive_after": (steps, f"the run has {steps} steps"),
+        "bias_freeze_at": (steps, f"the run has {steps} steps"),
+    }
+    if last_bias is not None:
+        start = last_bias - config.router.end_steps
+        ends["bias_freeze_at"] = (
+            start,
+            f"router.end_steps={config.router.end_steps} brings the bias to zero from step "
+            f"{start + 1} on",
+        )
+    for key, (last, why) in ends.items():
+        value = getattr(config.router, key)
+        if value is not None and value > last:
+            raise ConfigError(
+                f"router.{key}={value} has no effect: {why}; allowed: 1 to {last}, or leave it out"
+            )
