@@ -92,6 +92,12 @@ class MoEConfig:
     expert_dropout: float = 0.0
     """While training, the probability that an expert cannot be chosen by a token; gates are as
     without. A token always keeps K experts to choose from."""
+    sample_temperature: float = 0.0
+    """While training, a token's K experts are drawn without replacement, with probabilities of
+    exp(log p / temperature) (Gumbel top-K); gates are as without. 0 = the K best."""
+    amplitude: bool = False
+    """Experimental: probabilities are squared absolute values of complex amplitudes (two rows of
+    the router's weight an expert), p_e = |a_e|² / sum of |a|²."""
     control: RouterControl = field(default_factory=RouterControl)
     """State of the router and how it changes between steps; see `moe.control`."""
     kernels: str = "auto"
@@ -179,8 +185,8 @@ class MoE(nn.Module):
     """A drop-in feed-forward layer whose parameters are chosen per token.
 
     Attributes:
-        router: `Router`; its weight [E, D] and selection bias [E] stay float32 whatever the
-            layer's dtype.
+        router: `Router`; its weight [E, D] ([2E, D] for amplitudes) and selection bias [E] stay
+            float32 whatever the layer's dtype.
         w1: [E, 2N, D] gate and up projections, rows interleaved (2j gate, 2j + 1 up); [E, N, D]
             for activations without gate.
         w2: [E, D, N] down projections.
@@ -401,7 +407,7 @@ class MoE(nn.Module):
         """Whether a forward pass in training mode draws random numbers."""
         c = self.config
         rounding = c.rounding is not None and c.rounding.variant in ("stochastic", "systematic")
-        return bool(c.jitter or c.expert_dropout or rounding)
+        return bool(c.jitter or c.expert_dropout or c.sample_temperature or rounding)
 
     def extra_repr(self) -> str:
         c = self.config

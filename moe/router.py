@@ -113,6 +113,22 @@ def selection_keys(
         return score_TE, key_TE
 
 
+# Added to |a|²: an amplitude of 0 has a finite logarithm.
+AMPLITUDE_EPS = 1e-20
+
+
+def gumbel(logits_TE: Tensor, score: str, temperature: float) -> Tensor:
+    """log p / temperature plus Gumbel noise, up to a constant per token.
+
+    The K largest are a draw of K experts without replacement, each time with the probabilities of
+    those that are left (W. Kool et al., "Stochastic Beams and Where to Find Them", arXiv
+    1903.06059).
+    """
+    log_TE = logits_TE if score == "softmax" else torch.nn.functional.logsigmoid(logits_TE)
+    noise_TE = torch.empty_like(log_TE).exponential_().log().neg()
+    return log_TE / temperature + noise_TE
+
+
 def _left(key_TE: Tensor, masked_TE: Tensor, k: int) -> Tensor:
     """bool [T, E]: what is not masked, and the best of the masked where fewer than k are left."""
     # Shifted below all others; that the shift rounds matters only between masked experts.
@@ -152,9 +168,8 @@ class Router(nn.Module):
         check_router(config)
         self.config = config
         # dtype by name: under a bf16 default dtype a bare torch.empty would be bf16
-        weight_ED = torch.empty(
-            config.num_experts, config.hidden_size, dtype=torch.float32, device=device
-        )
+        rows = config.num_experts * (2 if config.amplitude else 1)
+        weight_ED = torch.empty(rows, config.hidden_size, dtype=torch.float32, device=device)
         self.weight = nn.Parameter(weight_ED)
         control, experts = config.control, config.num_experts
         self._starts: dict[str, float] = {}
@@ -243,8 +258,14 @@ class Router(nn.Module):
                 f"router.weight is {self.weight.dtype}, allowed: float32. Module casts leave it "
                 "alone; a mixed-precision wrapper must be told to leave the router out"
             )
-        weight_ED = self.weight.detach() if self.frozen else self.weight
-        return router_logits(x_TD, weight_ED, self.config.kernels)
+        return self._logits(x_TD, self.weight.detach() if self.frozen else self.weight)
+
+    def _logits(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        logits_TE = router_logits(x_TD, weight_ED, self.config.kernels)
+        if not self.config.amplitude:
+            return logits_TE
+        # softmax(log |a|²) = |a|² / sum: rows 2e and 2e + 1 are real and imaginary part of a_e
+        return logits_TE.unflatten(1, (-1, 2)).square().sum(2).add(AMPLITUDE_EPS).log()
 
     def jittered(self, x_TD: Tensor) -> Tensor:
         """While training, x with every element times U(1 - jitter, 1 + jitter) (Switch
@@ -260,12 +281,15 @@ class Router(nn.Module):
     ) -> Tensor | None:
         """What the experts are chosen by, where it is not `logits_TE`; [T, E] without gradient."""
         dropout = self.config.expert_dropout if self.training else 0.0
-        if not self.select_by_ema and not dropout:
+        temperature = self.config.sample_temperature if self.training else 0.0
+        if not self.select_by_ema and not dropout and not temperature:
             return None
         with torch.no_grad():
             select_TE = logits_TE.detach()
             if self.select_by_ema:
-                select_TE = router_logits(x_TD.detach(), self.weight_ema, self.config.kernels)
+                select_TE = self._logits(x_TD.detach(), self.weight_ema)
+            if temperature:
+                select_TE = gumbel(select_TE, self.config.score, temperature)
             if dropout:
                 key_TE = selection_keys(select_TE, self.config, self.selection_bias, valid_T)[1]
                 masked_TE = torch.rand_like(key_TE) < dropout

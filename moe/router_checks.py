@@ -48,6 +48,7 @@ def check_router(config: MoEConfig) -> None:
     if config.control.top_k is not None:
         _check_top_k(config)
     _check_noise(config)
+    _check_sampling(config)
     _check_capacity(config)
     if config.score == "relu":
         _check_relu(config)
@@ -131,6 +132,35 @@ def _check_noise(config: MoEConfig) -> None:
     if config.expert_dropout and config.num_experts_per_tok == config.num_experts:
         raise ValueError(
             f"expert_dropout={config.expert_dropout} has no effect when a token takes all "
+            f"{config.num_experts} experts; allowed: 0"
+        )
+
+
+def _check_sampling(config: MoEConfig) -> None:
+    temperature = config.sample_temperature
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"sample_temperature={temperature} must be a finite number, 0 or more")
+    if config.amplitude and config.score != "softmax":
+        raise ValueError(f"score={config.score!r} does not go with amplitude; allowed: 'softmax'")
+    if not temperature:
+        return
+    if config.score not in ("softmax", "sigmoid"):
+        raise ValueError(
+            f"sample_temperature={temperature:g} needs probabilities, which score={config.score!r} "
+            "has not; allowed: softmax, sigmoid"
+        )
+    for name, value, allowed in (
+        ("selection_bias", config.selection_bias, False),
+        ("groups_kept", config.groups_kept, config.groups),
+    ):
+        if value != allowed:
+            raise ValueError(
+                f"{name}={value!r} does not go with sample_temperature={temperature:g}, which "
+                f"draws by the scores alone; allowed: {allowed!r}"
+            )
+    if config.num_experts_per_tok == config.num_experts:
+        raise ValueError(
+            f"sample_temperature={temperature:g} has no effect when a token takes all "
             f"{config.num_experts} experts; allowed: 0"
         )
 

@@ -56,8 +56,10 @@ def upcycle_layer(
         )
     if activation_width(c.activation) != 2:
         raise ValueError(f"activation={c.activation!r} must be a gated one")
-    if layer.shared is not None or c.groups > 1:
-        raise ValueError("a layer with a shared expert or expert groups cannot be filled exactly")
+    if layer.shared is not None or c.groups > 1 or c.amplitude:
+        raise ValueError(
+            "a layer with a shared expert, expert groups or amplitudes cannot be filled exactly"
+        )
     exact = c.norm != "none"
     factor = G / c.route_scale if exact else c.num_experts * G / c.num_experts_per_tok
     if not exact:

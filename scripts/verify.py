@@ -59,9 +59,8 @@ def shrunk(config: Config) -> Config:
         update={"config": shrink(config.model.config), "init_from": None}
     )
     # Token rounding depends on which tokens a process has.
-    router = config.router.model_copy(
-        update={"rounding": "none", "jitter": 0.0, "expert_dropout": 0.0}
-    )
+    off = {"rounding": "none", "jitter": 0.0, "expert_dropout": 0.0, "sample_temperature": 0.0}
+    router = config.router.model_copy(update=off)
     return config.model_copy(update={"model": model, "router": router})
 
 

@@ -98,6 +98,7 @@ def router_options(config: Config, architecture: ModelConfig, steps: int) -> dic
         "router_init_std": router.init_std,
         "jitter": router.jitter,
         "expert_dropout": router.expert_dropout,
+        "sample_temperature": router.sample_temperature,
         "control": router_control(config, steps),
     }
     return options | ({"norm": "none"} if router.score == "relu" else {})

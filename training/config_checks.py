@@ -244,6 +244,19 @@ def _check_router(config: Config) -> None:
             f"every group; allowed with num_experts={experts}, num_experts_per_tok={k}, "
             f"n_group={groups}, topk_group={kept}: 0"
         )
+    if router.sample_temperature:
+        for wrong, name, allowed in (
+            (router.score == "relu", "router.score='relu'", "the family's own"),
+            (model.has_selection_bias, f"the family {model.family}'s selection bias", "none"),
+            (router.bias_update != "none", f"router.bias_update={router.bias_update!r}", "none"),
+            (kept < groups, f"topk_group={kept}", f"{groups}"),
+            (experts == k, f"num_experts_per_tok={k}", f"below {experts}"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"router.sample_temperature={router.sample_temperature:g} does not go with "
+                    f"{name}; allowed there: {allowed}"
+                )
     if router.capacity_factor is not None:
         if router.rounding != "none":
             raise ValueError(

@@ -55,6 +55,9 @@ class RouterConfig(Section):
     """While training, the router's input is multiplied by noise in 1 ± jitter."""
     expert_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """While training, probability that a token cannot choose an expert."""
+    sample_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """While training, experts are drawn without replacement by exp(log p / temperature); 0: the
+    best are taken."""
     capacity_factor: Annotated[float, Field(gt=0)] | None = None
     """While training, most tokens of an expert in a micro-batch, as a multiple of the mean; the
     rest is dropped. Empty: no limit."""

@@ -137,6 +137,11 @@ MISTAKES = [
         "router.score=relu router.exportable=false router.balance_coef=0.1",
         "router.balance_coef=0.1",
     ),
+    ("router.sample_temperature=1 model.num_experts_per_tok=8", "does not go with num_experts_per"),
+    (
+        "router.sample_temperature=1 router.bias_update=sign router.exportable=false",
+        "with router.bias_update='sign'",
+    ),
     ("router.expert_dropout=0.5 model.num_experts_per_tok=8", "router.expert_dropout=0.5 needs"),
     ("router.balance_form=cv2 router.balance_scope=sequence", "which is a switch loss"),
     ("router.freeze_at=1 optim.router_lr_multiplier=0.5", "freezes the routers before the first"),

@@ -172,6 +172,7 @@ TURNED = {
     "router.init_std": "router.init_std=0.5",
     "router.jitter": "router.jitter=0.1",
     "router.expert_dropout": "router.expert_dropout=0.1",
+    "router.sample_temperature": "router.sample_temperature=1",
     "router.capacity_factor": "router.capacity_factor=1.5",
     "router.capacity_drop": "router.capacity_drop=position",
     "router.ema": "router.ema=0.9 router.exportable=false",

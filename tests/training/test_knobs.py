@@ -29,6 +29,7 @@ COMBINATIONS = {
     ],
     "noise, stochastic rounding, recomputed": [
         "router.jitter=0.2", "router.rounding=stochastic", *ROUNDED, "train.checkpointing=full",
+        "router.sample_temperature=1",
     ],
     "revived, average": ["router.revive_after=1", "router.init_std=5", "router.ema=0.9", FREE],
 }  # fmt: skip
