@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from models.hf import export_hf
 from parallel import World
 from parallel.engine import make_engine
 from parallel.flat_shard import FlatShard, ShardSavePlanner
@@ -20,6 +21,7 @@ from tests.distributed import tiny
 from tests.distributed.launch import run
 from training.checkpoint import Saver, Snapshot, load_tensors
 from training.optim import MasterAdamW
+from training.weights import load_initial_shards, save_weights
 
 CONFIG = tiny.config(num_experts=4, n_group=1, topk_group=1, num_hidden_layers=2)
 LAYOUTS = {
@@ -119,6 +121,40 @@ def _continued(folder: str) -> str:
     return tiny.numbers_differ(got, want, 5e-6)
 
 
+def _initial(folder: str) -> dict[str, str]:
+    """First weights out of a Hugging Face folder, and out of a checkpoint without an optimizer."""
+    model = tiny.build(CONFIG)
+    if dist.get_rank() == 0:
+        export_hf(model, f"{folder}/hf")
+        save_weights(model, Path(folder) / "weights")
+    dist.barrier()
+    right = {f"weights/{name}": p.detach().reshape(-1) for name, p in model.named_parameters()}
+    found = {}
+    for layout in ("2x2, experts over 2", "4x1, experts over 2, twice"):
+        for source in ("hf", "weights"):
+            engine = _engine(layout)
+            for name, value in engine.tensors().items():
+                if name.startswith("weights/"):
+                    value.local.fill_(-1.0)
+            for buffer in engine.model.buffers():
+                buffer.fill_(-1.0)
+            load_initial_shards(engine, engine.model, f"{folder}/{source}")
+            got = {n: t for n, t in engine.tensors().items() if n.startswith("weights/")}
+            text = tiny.difference(got, right, 0.0)
+            for name, buffer in model.named_buffers():
+                if not torch.equal(engine.model.get_buffer(name), buffer):
+                    text += f"{name} differs; "
+            found[f"{source} -> {layout}"] = text
+    other = tiny.config(num_experts=8, n_group=1, topk_group=1, num_hidden_layers=2)
+    save_weights(tiny.build(other), Path(folder) / f"other{dist.get_rank()}")
+    try:
+        load_initial_shards(engine, engine.model, f"{folder}/other{dist.get_rank()}")
+        found["another model"] = "accepted"
+    except ValueError as error:
+        found["another model"] = "" if "layers.1.moe.w1" in str(error) else str(error)
+    return found
+
+
 def _holes(folder: str) -> list[str]:
     """A range that no rank holds, and one that two hold in part, are refused on saving."""
     rank, found = dist.get_rank(), []
@@ -154,6 +190,7 @@ def _everything(folder: str) -> dict[str, Any]:
     return {
         "layouts": _all_layouts(folder),
         "continued": _continued(folder),
+        "initial": _initial(folder),
         "holes": _holes(folder),
     }
 
@@ -180,6 +217,11 @@ def test_every_layout_loads_what_any_has_saved(results, saver):
 
 def test_fewer_processes_load_it_too(results):
     assert results[1] == ["", ""]
+
+
+def test_first_weights_from_a_folder_or_a_checkpoint(results):
+    for result in results[0]:
+        assert len(result["initial"]) == 5 and set(result["initial"].values()) == {""}, result
 
 
 def test_training_goes_on_in_another_layout(results):

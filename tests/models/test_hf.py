@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from models.build import build_model
-from models.hf import INDEX, export_hf, load_hf, load_weights, tensor_files
+from models.hf import INDEX, HfWeights, export_hf, load_hf, load_weights, tensor_files
 from models.transformer import Decoder
 from tests.models.tiny import (
     CASES,
@@ -315,6 +315,12 @@ def test_folders_of_transformers_load(case: str, layout: str, tmp_path: Path) ->
     torch.testing.assert_close(
         logits_of(ours, tokens_BL), logits_of(theirs, tokens_BL), rtol=1e-4, atol=1e-4
     )
+    # What a process reads that holds only some of the experts.
+    weights = HfWeights(ours.config, tmp_path)
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(weights.values(name), parameter), name
+        if name.endswith((".w1", ".w2")):
+            assert torch.equal(weights.values(name, range(1, 3)), parameter[1:3]), name
 
 
 @pytest.fixture
