@@ -418,3 +418,17 @@ def test_mistakes_end_a_program_with_code_2_in_one_line(file):
     assert done.returncode == 2
     assert done.stderr == "error: optim.lr='x' must be a number\n"
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["router.revive_after=5", "router.gradient=dense", "router.gradient=default"],
+)
+def test_what_needs_whole_experts_is_refused_on_several_processes(word, tiny_config):
+    config = load_config(tiny_config, [word])
+    make_plan(config, world_size=1, cuda=False)
+    key, _, value = word.partition("=")
+    with pytest.raises(ValueError, match="in one process only") as caught:
+        make_plan(config, world_size=2, cuda=False)
+    assert f"{key}=" in str(caught.value)
+    assert value in str(caught.value)

@@ -507,8 +507,14 @@ def test_a_run_that_cannot_save_its_end_fails(run, tmp_path, capsys, background)
 
 
 def test_wandb_offline(run, tmp_path):
-    assert run("run.name=offline", "log.wandb=offline", "log.wandb_project=tiny") == 0
+    words = ("log.wandb=offline", "log.wandb_project=tiny", "log.plots=true")
+    assert run("run.name=offline", *words) == 0
     found = list((tmp_path / "runs/offline").glob("wandb/offline-run-*/run-*.wandb"))
+    pictures = (tmp_path / "runs/offline").glob("wandb/offline-run-*/files/media/images/**/*.png")
+    names = {path.name.split("_")[0] for path in pictures}
+    assert {"load", "max", "routing"} <= names  # load, max_violation, load_entropy, routing_churn
+    drawn = {path.stem for path in (tmp_path / "runs/offline/plots").glob("*.png")}
+    assert {"load", "max_violation", "load_entropy", "routing_churn"} <= drawn
     assert len(found) == 1 and found[0].stat().st_size > 1000
     assert not [thread for thread in threading.enumerate() if thread.name == "wandb"]
 
