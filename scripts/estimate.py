@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         fail(error)
 
-    from training.flops import flops_per_token
+    from training.flops import counts_first, flops_per_token
     from training.logging import human_count, human_time
     from training.memory import process_memory
 
@@ -132,10 +132,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
 
     flops = flops_per_token(config.model.config, config.data.seq_len)
+    what = "forward and backward"
+    if counts_first(config, plan.accumulation):
+        flops *= 4 / 3
+        what += "; and the counting pass of router.balance_scope=global"
     peak = _peak(options.gpu)
     speed = options.gpus * peak * options.mfu / flops
     rows = [
-        ("FLOPs for one token", f"{flops / 1e9:.2f} G", "forward and backward"),
+        ("FLOPs for one token", f"{flops / 1e9:.2f} G", what),
         (
             "tokens in a step",
             human_count(plan.tokens_per_step),

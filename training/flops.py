@@ -55,6 +55,15 @@ def flops_per_token(config: ModelConfig, seq_len: int, top_k: int | None = None)
     return 6.0 * active + 6.0 * config.num_hidden_layers * width * (seq_len + 1)
 
 
+def counts_first(config: Config, accumulation: int) -> bool:
+    """Whether a step's micro-batches go through the model once more beforehand, to be counted for
+    the balance loss: a third more arithmetic, which the counts of FLOPs here leave out."""
+    router = config.router
+    balances = router.balance_coef > 0 or router.score == "relu"
+    moe = bool(config.model.config.moe_layers)
+    return moe and balances and router.balance_scope == "global" and accumulation > 1
+
+
 def run_flops(config: Config, steps: int) -> float:
     """Model FLOPs of `steps` full steps of a run, each with the experts per token that it has."""
     schedule = top_k_schedule(config, steps)

@@ -15,7 +15,7 @@ from training.checkpoint import NonFiniteWeights
 from training.device import max_memory_gib, peak_flops
 from training.exactness import acting
 from training.faults import RunFailed, out_of_memory_message
-from training.flops import flops_per_token, matmul_weights
+from training.flops import counts_first, flops_per_token, matmul_weights
 from training.logging import human_bytes, human_count, human_time, progress_line
 from training.loop import Pace, StepResult, Window, read_window
 from training.optim import group_table
@@ -112,7 +112,7 @@ def start(job: Job) -> None:
             f"balance loss: {name}, compared with the load of "
             f"{_SCOPES[config.router.balance_scope]}"
         )
-        if config.router.balance_scope == "global" and plan.accumulation > 1:
+        if counts_first(config, plan.accumulation):
             log.say(
                 f"  a step's {plan.accumulation} micro-batches per process are counted in a "
                 "forward pass of their own first: a third more arithmetic; "

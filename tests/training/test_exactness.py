@@ -93,6 +93,7 @@ def test_the_bias_of_a_family_that_has_one_is_exported(tiny_config, monkeypatch,
 def test_relu_routing_trains(tiny_config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = ["router.score=relu", "router.exportable=false", "train.steps=4", "run.name=relu"]
+    words += ["router.balance_scope=lagged"]
     assert train.main([str(tiny_config), *words]) == 0
     lines = metrics(tmp_path / "runs" / "relu")
     assert all(line["loss"] < 7 for line in lines)

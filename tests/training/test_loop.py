@@ -254,6 +254,22 @@ def test_without_a_balance_loss_no_load_is_counted_but_its_value_is_told(monkeyp
     torch.testing.assert_close(watched.numbers[1:3], used.numbers[1:3], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(("balance", "passes"), [(0.0, 2), (0.1, 4)])
+def test_micro_batches_are_counted_first_only_for_a_loss_that_needs_it(
+    balance, passes, monkeypatch
+):
+    calls = []
+    real = Decoder.forward
+
+    def counted(self, *arguments, **keywords):
+        calls.append(torch.is_grad_enabled())
+        return real(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    step([4, 4], router(balance=balance, scope="global"))
+    assert calls == [False] * (passes - 2) + [True] * 2
+
+
 def test_the_auxiliary_loss_does_not_change_the_reported_loss():
     _, plain, _, _ = step([4, 4])
     _, with_losses, _, _ = step([4, 4], router(balance=1.0, z=1.0))
