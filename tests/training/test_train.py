@@ -266,6 +266,28 @@ def test_lasting_faults_of_routing_are_told_once_and_resume_exactly(run, tmp_pat
     assert [line["step"] for line in events(tmp_path / "runs/b", "routing_alarm")] == [5, 5]
 
 
+def test_a_calibrated_start_changes_the_bias_and_not_the_data(run, tmp_path, monkeypatch):
+    glm = ("model.family=glm4_moe", "model.first_k_dense_replace=0", "train.steps=4")
+    seen = {}
+
+    def look(name):
+        def action(model, *_):
+            seen[name] = torch.stack([layer.moe.router.selection_bias for layer in model.layers])
+
+        return action
+
+    for name, words in (("a", ()), ("b", ("router.calibrate_bias=true",))):
+        with monkeypatch.context() as patch:
+            before_step(patch, 1, look(name))
+            assert run(f"run.name={name}", *glm, *words) == 0
+    assert not seen["a"].any()
+    assert seen["b"].abs().sum(1).min() > 0
+    ours, plain = tmp_path / "runs/b", tmp_path / "runs/a"
+    assert by_step(ours, "tokens") == by_step(plain, "tokens")
+    assert by_step(ours, "max_violation")[1] < by_step(plain, "max_violation")[1]
+    assert len(events(ours, "bias_calibrated")) == 1
+
+
 def test_learning_rates_are_a_function_of_the_step_also_after_stops(run, tmp_path, monkeypatch):
     from training.config import load_config
 

@@ -1,0 +1,86 @@
+"""Schedules of K and router gradients on a GPU: no waiting for the device, the numbers of a CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from models.build import build_model, parameter_kinds
+from models.config import ModelConfig
+from moe import MoE, MoEConfig
+from moe.control import RouterControl, begin_step
+from moe.rounding import RoundingConfig
+from moe.top_k import TopKSchedule
+from parallel import World
+from tests.gpu.test_training import CUDA, WIDE
+from tests.training.test_loop import batch_of, router, rows
+from training.health import RoutingHealth
+from training.loop import agree_on_step, read_window, train_step
+from training.optim import MasterAdamW, parameter_groups
+
+pytestmark = pytest.mark.gpu
+ROUNDING = RoundingConfig(tile=16, min_mean_tiles=0.1, dropped_grad="default")
+CASES = {
+    "soft k": {"control": RouterControl(top_k=TopKSchedule("linear", 4, 2, 20, soft=True))},
+    "dense": {"control": RouterControl(gradient="dense")},
+    "default": {"control": RouterControl(gradient="default")},
+    "filled in": {"control": RouterControl(gradient="default", default_fill="forward")},
+    "dropped pairs": {"control": RouterControl(), "rounding": ROUNDING},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_never_waits_for_the_device(name):
+    model = build_model(ModelConfig(**WIDE), dtype=torch.bfloat16, device=CUDA, **CASES[name])
+    groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
+    optimizer, health = MasterAdamW(groups), RoutingHealth(2, WIDE["num_experts"], CUDA)
+    tokens, labels = rows()
+
+    def step(number: int):
+        begin_step(model, number)
+        batches = [batch_of(tokens, labels).pin_memory() for _ in range(2)]
+        return train_step(
+            model,
+            optimizer,
+            batches,
+            agree_on_step(World(), batches, False),
+            step=number,
+            lr=0.01,
+            router=router(0.01, 0.001),
+            world=World(),
+            device=CUDA,
+            health=health,
+        )
+
+    for number in (4, 5):  # kernels are compiled and tuned; K is 4 in all these steps
+        step(number)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [step(number) for number in (6, 7)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    read = read_window(results, World(), optimizer.guard.skipped, health=health)
+    assert read.losses[7] < read.losses[6]
+    assert read.health["health/dead"].shape == (2 * WIDE["num_experts"],)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_layer_agrees_with_the_cpu(name):
+    torch.manual_seed(0)
+    layer = MoE(MoEConfig(64, 64, 8, 2, init_std=0.1, **CASES[name]))
+    if layer.router.default_ED is not None:
+        layer.router.default_ED.normal_()
+        layer.router.default_count_E.fill_(2)
+    x_TD, dy_TD = torch.randn(256, 64), torch.randn(256, 64)
+    grads = []
+    for device in ("cpu", "cuda"):
+        twin = copy.deepcopy(layer).to(device)
+        begin_step(twin, 4)
+        y_TD, _ = twin(x_TD.to(device))
+        y_TD.backward(dy_TD.to(device))
+        grads.append((y_TD.detach().cpu(), twin.router.weight.grad.cpu()))
+    for found, expected in zip(*reversed(grads)):
+        assert (found - expected).norm() / expected.norm() < 1e-2
