@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe.kernels.hopper._device import TensorDescriptor, gl
 
 
 @functools.cache

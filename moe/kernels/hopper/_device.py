@@ -14,17 +14,20 @@ Shape letters: M rows and N columns of a tile.
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from moe.kernels._triton import HAVE_TRITON
+
+if HAVE_TRITON:  # always: nothing imports this file where it is not
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "FAR",
@@ -57,7 +60,7 @@ FAR = gl.constexpr(2**30)  # entries of a ragged descriptor's bounded axis; see 
 
 
 @gluon.constexpr_function
-def mma_layout(BN, num_warps):
+def mma_layout(BN: int, num_warps: int) -> gl.NVMMADistributedLayout:
     """Layout of a float32 accumulator: every warp holds all columns of its rows."""
     shape = [16, min(BN, 256), 16]
     return gl.NVMMADistributedLayout(
@@ -66,13 +69,13 @@ def mma_layout(BN, num_warps):
 
 
 @gluon.constexpr_function
-def gather_layout(num_warps):
+def gather_layout(num_warps: int) -> gl.BlockedLayout:
     """16 bytes a thread, 4 rows of 128 bytes a warp: rows of the swizzle atom."""
     return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def nvmma(shape, dtype=gl.bfloat16):
+def nvmma(shape: list, dtype: gl.dtype = gl.bfloat16) -> gl.NVMMASharedLayout:
     """The swizzled shared-memory layout that TMA and wgmma agree on."""
     return gl.NVMMASharedLayout.get_default_for(list(shape), dtype)
 
@@ -81,7 +84,7 @@ def nvmma(shape, dtype=gl.bfloat16):
 
 
 @gluon.constexpr_function
-def stack(count, shape):
+def stack(count: int, shape: list) -> list:
     """Shape of `count` buffers of a shape."""
     return [count, *shape]
 
@@ -96,6 +99,7 @@ def init_ring(full, empty, STAGES: gl.constexpr, COPIES: gl.constexpr):
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring and its phase, which turns over at the wrap."""
     stage += 1
     wrap = stage == STAGES
     return gl.where(wrap, 0, stage), gl.where(wrap, phase ^ 1, phase)

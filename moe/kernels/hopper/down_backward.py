@@ -12,11 +12,10 @@ expert width, H columns of H.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from moe.kernels._tiles import RowTiles
-from moe.kernels._triton import launch
+from moe.kernels._triton import launch, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.down_backward import sum_parts
 from moe.kernels.hopper._configs import Config, addressable, pick_config, programs

@@ -9,10 +9,9 @@ Shape letters: R rows (expert order), E experts, I rows of a weight, O columns o
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 
-from moe.kernels._triton import launch
+from moe.kernels._triton import launch, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.hopper._configs import Config, addressable, pick_config, programs
 from moe.kernels.hopper._descriptors import plain, ragged

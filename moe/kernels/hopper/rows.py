@@ -9,11 +9,10 @@ Shape letters: T tokens, R rows (expert order), E experts, I inner width, O oute
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from moe.kernels._tiles import RowTiles
-from moe.kernels._triton import launch
+from moe.kernels._triton import launch, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.hopper._configs import Config, addressable, pick_config, programs
 from moe.kernels.hopper._descriptors import plain, ragged
