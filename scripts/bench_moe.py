@@ -36,7 +36,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from moe.experts import experts
-from moe.kernels import _tiles
+from moe.kernels import _tiles, hopper
 from moe.kernels._rows import rows_triton
 from moe.kernels.combine import combine
 from moe.kernels.down_backward import down_backward_triton
@@ -272,17 +272,22 @@ def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
             h, x, None, token, offsets, None, c)),
     }  # fmt: skip
     exact = exact_tiles(x, w1, w2, h, a, r)
+    gluon = hopper_launches(x, w1, w2, h, a, slots)
     for name, (kernel, factor, run) in cases.items():
         if args.kernels and name not in args.kernels:
             continue
-        for c in _tiles.trials(kernel):
+        listed = [("triton", c, run) for c in _tiles.trials(kernel)]
+        if name in gluon:
+            table, gluon_run = gluon[name]
+            listed += [("hopper", c, gluon_run) for c in table]
+        for tier, c, run in listed:
             if time.perf_counter() > args.deadline:
                 print("out of time: the rest is left out")
                 return
             tiles = None
             if kernel != "outer":
                 tiles = _tiles.RowTiles(*tile_schedule(offsets, c.bm, R), c.bm)
-            row = {"label": label, "shape": shape, "kernel": name, "config": str(c)}
+            row = {"label": label, "shape": shape, "kernel": name, "config": f"{tier} {c}"}
             rows.append(row)
             try:
                 made = run(c, tiles)
@@ -293,13 +298,13 @@ def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
                 row["ms"] = ms = median_ms(launch, seconds=0.2, most=20)
                 row["TFLOP/s"] = factor * R * N * D / ms / 1e9
                 print(
-                    f"  {name:5s} {c!s:42s} {ms:8.3f} ms {row['TFLOP/s']:6.0f} TFLOP/s   "
+                    f"  {name:5s} {tier} {c!s:35s} {ms:8.3f} ms {row['TFLOP/s']:6.0f} TFLOP/s   "
                     f"error {row['error']:.1e}{'' if row['error'] < 1e-2 else '   WRONG'}",
                     flush=True,
                 )
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-                print(f"  {name:5s} {c!s:42s} FAILED {row['failed']}", flush=True)
+                print(f"  {name:5s} {tier} {c!s:35s} FAILED {row['failed']}", flush=True)
     if not args.kernels or "combine" in args.kernels:
         y = torch.randn(R, D, device="cuda", dtype=BF16)
         for kind, gates in (("weighted", r.gates_S.detach()), ("plain", None)):
@@ -309,6 +314,31 @@ def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
             ms = median_ms(launch, seconds=0.2)
             print(f"  combine {kind:9s} {ms:8.3f} ms {(R + T) * D * 2 / ms / 1e6:6.0f} GB/s")
             rows.append({"label": label, "kernel": f"combine {kind}", "ms": ms})
+
+
+def hopper_launches(x, w1, w2, h, a, slots) -> dict[str, tuple[list, Callable]]:
+    """Product → (configurations, launch) of the Hopper kernels; empty where they cannot run."""
+    if torch.cuda.get_device_capability()[0] != 9 or hopper.missing() is not None:
+        return {}
+    from moe.kernels.hopper._configs import CONFIGS
+    from moe.kernels.hopper.down_backward import down_backward_hopper
+    from moe.kernels.hopper.outer import weight_gradient_hopper
+    from moe.kernels.hopper.rows import rows_hopper, up_forward_hopper
+
+    token, offsets = slots[1], slots[-1]
+    return {
+        "up": (CONFIGS["up"], lambda c, t: up_forward_hopper(x, w1, token, True, t, c)),
+        "down": (CONFIGS["rows"], lambda c, t: rows_hopper(
+            a, w2, None, t, transposed=True, config=c)),
+        "dH": (CONFIGS["down_backward"], lambda c, t: down_backward_hopper(
+            x, w2, h, *slots, True, t, c)),
+        "dX": (CONFIGS["rows"], lambda c, t: rows_hopper(
+            h, w1, None, t, transposed=False, config=c)),
+        "dW2": (CONFIGS["outer_left"], lambda c, t: weight_gradient_hopper(
+            x, a, token, None, offsets, c)),
+        "dW1": (CONFIGS["outer_right"], lambda c, t: weight_gradient_hopper(
+            h, x, None, token, offsets, c)),
+    }  # fmt: skip
 
 
 def exact_tiles(x, w1, w2, h, a, r: Routing) -> dict[str, Callable]:
