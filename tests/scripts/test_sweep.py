@@ -126,6 +126,7 @@ def tiny_sweep(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_sweep_of_real_runs(sweep, tiny_sweep, tmp_path, capsys):
     other = tiny_sweep.parent / "other.yaml"
     values = yaml.safe_load(tiny_sweep.read_text())
