@@ -384,9 +384,15 @@ def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
 def _normal_rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
     """{"rope_type": "linear", "factor": f}, or None for the default type. 4.x files say `type`."""
     kind = raw.get("rope_type", raw.get("type", "default"))
-    if kind == "default":
-        return None
     rest = {key: value for key, value in raw.items() if key not in ("rope_type", "type", "factor")}
+    if kind == "default":
+        if rest or raw.get("factor", 1) != 1:
+            said = ", ".join(f"{key}={value!r}" for key, value in raw.items())
+            raise ValueError(
+                f"rope_scaling with {said} scales nothing without rope_type: linear; allowed: "
+                "{rope_type: linear, factor: f}, or null"
+            )
+        return None
     if kind != "linear":
         raise ValueError(f"rope_scaling type {kind!r} is not supported; allowed: default, linear")
     factor = raw.get("factor")

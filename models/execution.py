@@ -52,13 +52,13 @@ def compile_blocks(model: Decoder, *, changes: int = 0, **options: Any) -> None:
     The number of documents in a batch is marked as dynamic, so packing does not recompile.
 
     Args:
-        changes: how often the computation will be another (experts per token by a schedule), each
-            for one more compilation. PyTorch stops compiling after eight and would go on slowly.
+        changes: how often the computation will be another (experts per token by a schedule, a
+            limit that ends). PyTorch stops compiling after eight and would go on slowly.
     """
     model.compiled = True
-    # evaluation is a computation of its own
+    # training, the pass that counts loads, and evaluation are computations of their own
     torch._dynamo.config.recompile_limit = max(
-        torch._dynamo.config.recompile_limit, 8 + 2 * changes
+        torch._dynamo.config.recompile_limit, 8 + 3 * changes
     )
     for block in model.layers:
         block.compile(**options)

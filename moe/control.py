@@ -150,6 +150,13 @@ class RouterControl:
         several = (self.ema, self.l1_start)
         return self.bias_update != "none" or self.keep_load or any(s is not None for s in several)
 
+    @property
+    def changes(self) -> int:
+        """How often a router computes otherwise from some step on: each is compiled anew."""
+        steps = (self.ema_until, self.freeze_at, self.capacity_until, self.fill_until)
+        by_k = 0 if self.top_k is None else len(self.top_k.changes()) + self.top_k.soft
+        return by_k + sum(step is not None for step in steps)
+
 
 def routers_of(model: nn.Module) -> list[Router]:
     """The routers of a model in the order of its stacked statistics."""

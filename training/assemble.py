@@ -197,8 +197,8 @@ def make_trainee(
     if several:
         check_replicas(trainee.optimizer, trainee.optimizer.mesh)
     if plan.compile:  # after the optimizer or the engine has placed the parameters
-        schedules = {router.config.control.top_k for router in routers_of(model)} - {None}
-        compile_blocks(model, changes=sum(len(one.changes()) + one.soft for one in schedules))
+        controls = {router.config.control for router in routers_of(model)}
+        compile_blocks(model, changes=sum(control.changes for control in controls))
     return trainee
 
 

@@ -54,10 +54,10 @@ def _refuse_all(config: Config) -> None:
 
 def _check_starts(config: Config, steps: int) -> None:
     """What begins at a step must begin while it can still do something."""
-    if config.router.bias_freeze_at == 1:
+    if config.router.bias_freeze_at == 1 and not config.router.calibrate_bias:
         raise ConfigError(
-            "router.bias_freeze_at=1 never lets the selection bias move; allowed: 2 or more, or "
-            "router.bias_update=none"
+            "router.bias_freeze_at=1 never lets the selection bias move; allowed: 2 or more, "
+            "router.calibrate_bias=true, or router.bias_update=none"
         )
     last_bias = last_acting_step(config, "router.bias_update", steps)
     ends = {

@@ -5,8 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import torch
+
 from moe.calibrate import calibrating
 from parallel import sum_
+from training.device import untouched_rng
 
 if TYPE_CHECKING:
     from training.job import Job
@@ -25,7 +28,12 @@ def calibrate(job: Job) -> None:
     with closing(stream):
         batch = next(iter(stream))[0].to(job.device)
     job.data.load_state_dict(job.progress.position)
-    with calibrating(job.model, lambda bias_E: sum_(job.world, bias_E) / job.world.size):
+    # blocks that are compiled would be compiled for this pass alone
+    with (
+        untouched_rng(),
+        torch.compiler.set_stance("force_eager"),
+        calibrating(job.model, lambda bias_E: sum_(job.world, bias_E) / job.world.size),
+    ):
         job.trainee.forward(
             batch.tokens_BL,
             positions_BL=batch.positions_BL,

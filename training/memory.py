@@ -13,6 +13,7 @@ fragmentation, and what torch.compile saves by fusing (it makes the true figure 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from models.execution import apply_checkpointing
+from moe.control import begin_step
+from training.assemble import router_options
 from training.optim import ALIGN
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ def replay(
     dtype: torch.dtype,
     save: str = "h",
     checkpointing: str = "none",
+    router: Mapping[str, Any] | None = None,
 ) -> int:
     """Bytes of activations and passing gradients at the worst moment of one micro-batch.
 
@@ -87,8 +91,12 @@ def replay(
         rows, seq_len: of the micro-batch.
         dtype: of weights and activations.
         save, checkpointing: as in the config.
+        router: how the run routes, `training.assemble.router_options`; None: as the family does.
     """
-    model = build_model(model_config, kernels="reference", save=save, dtype=dtype, device="meta")
+    model = build_model(
+        model_config, kernels="reference", save=save, dtype=dtype, device="meta", **(router or {})
+    )
+    begin_step(model, 1)  # a schedule of experts per token starts with most of them
     with FakeTensorMode(allow_non_fake_inputs=True):
         _give_shapes_without_content(model)
         apply_checkpointing(model, checkpointing)
@@ -135,6 +143,8 @@ def _with_layers(config: ModelConfig, moe: int, dense: int) -> ModelConfig:
 def activation_bytes(config: Config, plan: Plan) -> int:
     """Peak of activations of one micro-batch of a run, by replays of models of few layers."""
     model = config.model.config
+    # Where epochs make the length, any that no schedule is too long for does.
+    router = router_options(config, model, config.train.steps or 1_000_000)
 
     def peak(moe: int, dense: int) -> int:
         return replay(
@@ -144,6 +154,7 @@ def activation_bytes(config: Config, plan: Plan) -> int:
             dtype=DTYPES[plan.dtype],
             save=config.model.save,
             checkpointing=config.train.checkpointing,
+            router=router,
         )
 
     moe = len(model.moe_layers)

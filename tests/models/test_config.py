@@ -121,6 +121,8 @@ def test_from_hf_reads_files_and_folders(tmp_path) -> None:
         ("qwen3_moe", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn'.*linear"),
         ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "'llama3'"),
         ("qwen3_moe", {"rope_scaling": {"type": "linear"}}, "factor=None"),
+        ("qwen3_moe", {"rope_scaling": {"factor": 4}}, "factor=4 scales nothing"),
+        ("qwen3_moe", {"rope_scaling": {"type:yarn": None}}, "allowed: .rope_type: linear"),
         (
             "qwen3_moe",
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},

@@ -147,6 +147,23 @@ def test_replay_of_few_layers_stands_for_the_whole_model(tmp_path):
     assert activation_bytes(config, plan) == pytest.approx(whole, rel=0.05)
 
 
+def test_memory_is_that_of_the_routing_of_the_run(tmp_path):
+    """Of the first step, which may have more experts per token; rounding and ReLU need slots."""
+
+    def peak(*words):
+        config = load_config(write(tmp_path), list(words))
+        return activation_bytes(config, make_plan(config, cuda=False))
+
+    plain = peak()
+    k = SMALL.num_experts_per_tok + 1
+    falling = peak("router.top_k_schedule=linear", f"router.top_k_start={k}")
+    assert falling == pytest.approx(peak(f"model.num_experts_per_tok={k}"), rel=0.02)
+    assert falling > 1.05 * plain
+    assert peak("router.score=relu", "router.exportable=false") > 1.05 * plain
+    words = ["router.rounding=up", "router.rounding_tile=16", "router.rounding_min_mean_tiles=0"]
+    assert peak(*words, "router.jitter=0.1") > 1.02 * plain
+
+
 def test_recomputing_and_smaller_batches_need_less():
     none = replayed(2)
     selective = replayed(2, checkpointing="selective")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import train
 
@@ -65,3 +66,23 @@ def test_a_run_that_dies_goes_on_bit_for_bit(name, tiny_config, monkeypatch, tmp
     assert whole == parts
     events = (tmp_path / "runs" / "parts" / "events.jsonl").read_text()
     assert ("expert_revived" in events) == (name == "revived, average")
+
+
+def test_calibration_draws_nothing_of_the_run(tiny_config, monkeypatch, tmp_path):
+    """The first step's noise is what it would have been without it."""
+    monkeypatch.chdir(tmp_path)
+    states = []
+    real = train.calibrate
+
+    def calibrate(job):
+        states.append(torch.get_rng_state())
+        real(job)
+        states.append(torch.get_rng_state())
+        assert all(block.moe.router.selection_bias.any() for block in job.model.layers)
+
+    monkeypatch.setattr(train, "calibrate", calibrate)
+    words = ["router.bias_freeze_at=1", "router.calibrate_bias=true", "router.jitter=0.1"]
+    words += [*QUANTILE, "train.steps=4", "eval.every_steps=null", "eval.batches=16"]
+    assert train.main([str(tiny_config), *words, "run.name=calibrated"]) == 0
+    assert len(states) == 2
+    assert torch.equal(*states)
