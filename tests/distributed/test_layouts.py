@@ -8,6 +8,7 @@ without any. Gradients are compared to 1e-6 of their norm, in float32.
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 
 import pytest
 
@@ -21,15 +22,13 @@ LAYOUTS = {
     4: [
         ("parallel.nodes=2", 3),
         ("parallel.expert=4 parallel.expert_placement=within_node", 1),
-        ("parallel.nodes=2 parallel.expert=1", 1),
-        ("parallel.nodes=4 parallel.expert=2 parallel.schedule=pairwise", 1),
         ("parallel.nodes=2 parallel.engine=deepspeed", 3),
         ("parallel.expert=2 parallel.expert_placement=within_node parallel.engine=deepspeed", 1),
     ],
     8: [("parallel.nodes=4", 1)],
 }
 if importlib.util.find_spec("deepspeed") is None:
-    LAYOUTS[4] = LAYOUTS[4][:4]
+    LAYOUTS[4] = LAYOUTS[4][:2]
 
 
 def _case(overrides: str, world: int):
@@ -42,12 +41,17 @@ def _all(world: int) -> list[dict]:
     for overrides, micro_batches in LAYOUTS[world]:
         small, plan, _ = _case(overrides, world)
         found.append(verify.as_layout(small, plan, micro_batches))
-    return found
+    return found + ([_spoilt()] if world == 2 else [])
+
+
+@cache
+def _ranks(world: int) -> list[list[dict]]:
+    return run(world, _all, world)
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_every_layout_is_equal_to_one_process(world):
-    ranks = run(world, _all, world)
+    ranks = _ranks(world)
     oracles: dict[int, dict] = {}
     for number, (overrides, micro_batches) in enumerate(LAYOUTS[world]):
         if micro_batches not in oracles:
@@ -67,7 +71,7 @@ def test_every_layout_is_equal_to_one_process(world):
 
 def test_a_difference_is_found():
     """A gradient that misses one rank, as a mean over too few would be."""
-    ranks = run(2, _spoilt)
+    ranks = [results[-1] for results in _ranks(2)]
     small, _, alone = _case("parallel.nodes=2", 2)
     lines = verify.compare(verify.one_process(small, alone, 2, 1), verify.put_together(ranks))
     wrong = [line.what for line in lines if not line.good]
