@@ -102,6 +102,11 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("router.bias_ema",),
     ),
     (
+        "when a token takes all experts",
+        lambda c: c.model.config.num_experts == c.model.config.num_experts_per_tok,
+        ("router.gradient",),
+    ),
+    (
         "while router.gradient is not default",
         lambda c: c.router.gradient != "default",
         ("router.default_fill",),

@@ -75,6 +75,7 @@ def load_initial_weights(model: Decoder, path: str | Path) -> None:
     # Routers may keep other state between steps than those that the weights were trained with.
     missing = sorted(set(targets) - set(tensors) - set(buffers))
     unknown = sorted(name for name in set(tensors) - set(targets) if ".router." not in name)
+    _refuse_loss(tensors.folder, set(tensors) - set(targets))
     targets = {name: target for name, target in targets.items() if name in tensors}
     if missing or unknown:
         raise ValueError(f"{path} does not fit the model: missing {missing}, unknown {unknown}")
@@ -107,6 +108,7 @@ def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> Non
     # Routers may keep other state between steps than those that the weights were trained with.
     buffers = {name: buffer for name, buffer in buffers.items() if name in have}
     wanted |= {name: list(buffer.shape) for name, buffer in buffers.items()}
+    _refuse_loss(folder, have.keys() - wanted.keys())
     have = {name: shape for name, shape in have.items() if name in wanted or ".router." not in name}
     if wanted != have:
         differ = sorted(n for n in wanted.keys() | have if wanted.get(n) != have.get(n))
@@ -114,6 +116,25 @@ def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> Non
     shards = {name: s for name, s in engine.tensors().items() if name.startswith("weights/")}
     load_tensors(folder, shards | {f"buffers/{n}": b.reshape(-1) for n, b in buffers.items()})
     engine.loaded()
+
+
+# State of a router that changes what it computes.
+_ACTING = ("selection_bias", "weight_ema", "default_ED", "l1_coef")
+
+
+def _refuse_loss(folder: Path, lost: set[str]) -> None:
+    """Refuse to go on without what the model of a checkpoint computes with.
+
+    Raises:
+        ValueError: naming it.
+    """
+    lacks = read_state(folder).get("inexact", [])
+    if lacks and any(name.rpartition(".")[2] in _ACTING for name in lost):
+        raise ValueError(
+            f"model.init_from: {folder} was trained with {' and '.join(lacks)}, which this run "
+            "does not have, so another model would be continued. Give the same router settings, "
+            "or a checkpoint from that run's last router.end_steps steps"
+        )
 
 
 def refuse_inexact(folder: Path) -> None:

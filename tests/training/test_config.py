@@ -147,6 +147,7 @@ MISTAKES = [
     ("router.freeze_at=1 optim.router_lr_multiplier=0.5", "freezes the routers before the first"),
     ("router.bias_update=sign router.end_steps=1 model.num_experts_per_tok=8", "cannot balance"),
     ("router.balance_coef=0 router.balance_scope=micro", "no effect while router.balance_coef=0"),
+    ("router.gradient=dense model.num_experts_per_tok=8", "when a token takes all experts"),
     ("optim.schedule=constant optim.min_lr_ratio=0.1", "with optim.schedule=constant"),
     ("optim.schedule=cosine optim.decay_fraction=0.5", "with optim.schedule=cosine"),
     ("checkpoint.every_steps=null checkpoint.keep_last=1", "without checkpoint.every_steps"),

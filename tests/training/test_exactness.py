@@ -128,6 +128,19 @@ def test_runs_that_are_not_to_be_exported_say_so(tiny_config, monkeypatch, tmp_p
     assert max(churn) > 0
 
 
+def test_a_bias_that_acts_is_not_dropped_from_initial_weights(
+    tiny_config, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    words = [str(tiny_config), "train.steps=4", "eval.every_steps=null", "eval.batches=16"]
+    bias = ["router.bias_update=sign", "router.exportable=false"]
+    assert train.main([*words, *bias, "run.name=biased"]) == 0
+    words.append("model.init_from=runs/biased")
+    assert train.main([*words, "run.name=without"]) == 2
+    assert "was trained with selection bias (router.bias_update)" in capsys.readouterr().err
+    assert train.main([*words, *bias, "run.name=with"]) == 0
+
+
 def test_resume_lands_on_the_same_state_bit_for_bit(tiny_config, monkeypatch, tmp_path):
     """Bias, averaged weights, last load and the probe's churn go on as if never stopped."""
     monkeypatch.chdir(tmp_path)
