@@ -56,6 +56,12 @@ class Probe:
             self.batch = batch.to(device)
             self.before, _ = self._ask()
 
+    def look(self) -> None:
+        """Compare with the model as it is now: it was changed by hand, and a run that goes on from
+        here would do so too."""
+        if self.before is not None:
+            self.before, _ = self._ask()
+
     @torch.no_grad()
     def churn(self) -> dict[str, Tensor]:
         """Share of the probe's expert choices that changed since the last call, over all processes,

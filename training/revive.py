@@ -108,6 +108,7 @@ def revive_dead(job: Job) -> list[Revival]:
     events = choose_revivals(dead_LE, read.counts_LE, after)
     if events:
         revive(job.model, job.optimizer, events, seed=job.config.run.seed, step=job.progress.step)
+        job.probe.look()
     for event in events:
         health.dead_LE[event.layer, event.expert] = 0.0
     return events

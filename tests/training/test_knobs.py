@@ -32,7 +32,10 @@ COMBINATIONS = {
         "router.jitter=0.2", "router.rounding=stochastic", *ROUNDED, "train.checkpointing=full",
         "router.sample_temperature=1",
     ],
-    "revived, average": ["router.revive_after=1", "router.init_std=5", "router.ema=0.9", FREE],
+    "revived, average": [
+        "router.revive_after=1", "router.init_std=5", "router.ema=0.9", FREE,
+        "checkpoint.every_steps=1",
+    ],
 }  # fmt: skip
 
 
@@ -48,7 +51,7 @@ def metrics(folder):
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_run_that_dies_goes_on_bit_for_bit(name, tiny_config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    words = [str(tiny_config), *COMBINATIONS[name], "train.steps=7", "checkpoint.every_steps=3"]
+    words = [str(tiny_config), "train.steps=7", "checkpoint.every_steps=3", *COMBINATIONS[name]]
     assert train.main([*words, "run.name=whole"]) == 0
     real = train.train_step
 

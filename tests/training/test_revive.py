@@ -138,6 +138,7 @@ def test_a_log_step_revives_and_the_counter_starts_again():
     health.dead_LE[0, 3] = 6
     counts_LE = torch.arange(2 * E).view(2, E)
     read = Window({}, [], {}, counts_LE, {n: t.clone() for n, t in health.tensors().items()})
+    looked = []
     job = types.SimpleNamespace(
         config=types.SimpleNamespace(
             router=types.SimpleNamespace(revive_after=7), run=types.SimpleNamespace(seed=0)
@@ -147,10 +148,12 @@ def test_a_log_step_revives_and_the_counter_starts_again():
         model=model,
         optimizer=optimizer,
         progress=types.SimpleNamespace(step=40),
+        probe=types.SimpleNamespace(look=lambda: looked.append(1)),
     )
     assert revive_dead(job) == []
     job.config.router.revive_after = 6
     assert revive_dead(job) == [Revival(0, 3, E - 1, 6)]
+    assert looked == [1], "the next churn is that of training alone"
     assert not health.dead_LE.any()
     difference = model.layers[0].moe.w2[3] - model.layers[0].moe.w2[E - 1]
     assert 0 < difference.norm() < 0.02 * model.layers[0].moe.w2[3].norm()
