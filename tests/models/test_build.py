@@ -228,13 +228,13 @@ def test_compiled_blocks_do_not_recompile_for_documents(mode: str, backend: str)
     torch._dynamo.reset()
 
 
-def test_every_change_of_the_routing_may_be_compiled(monkeypatch) -> None:
+def test_every_change_of_the_routing_may_be_compiled() -> None:
     """Training, the counting pass and evaluation, for each; past the limit PyTorch goes on slowly
     without a word of ours."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     schedule = TopKSchedule("linear", start=6, end=2, ramp_steps=30, soft=True)
     control = RouterControl(top_k=schedule, freeze_at=31, ema=0.9, ema_until=40)
     assert control.changes == 4 + 1 + 2, "each K, the end of fading, frozen, no average"
     config = tiny_config("mixtral", num_hidden_layers=1, num_experts=8, num_experts_per_tok=2)
-    compile_blocks(build_model(config, control=control), changes=control.changes)
-    assert torch._dynamo.config.recompile_limit == 8 + 3 * 7
+    with torch._dynamo.config.patch(recompile_limit=8):  # monkeypatch's undo would delete it
+        compile_blocks(build_model(config, control=control), changes=control.changes)
+        assert torch._dynamo.config.recompile_limit == 8 + 3 * 7
