@@ -124,9 +124,9 @@ class Route:
         return Routing.from_topk(expert_TK, gate_TK, self.E)
 
 
-def ours(shape, route: Route, save: str = "h") -> Layer:
+def ours(shape, route: Route, save: str = "h", backend: str = "auto") -> Layer:
     def layer(x, router, w1, w2):
-        return experts(x, w1, w2, route.routing(x, router), save=save)
+        return experts(x, w1, w2, route.routing(x, router), save=save, backend=backend)
 
     return layer
 
@@ -238,6 +238,7 @@ def liger(shape, route: Route) -> Layer:
 
 PEERS: dict[str, Callable] = {
     "tessera": ours,
+    "tessera triton": functools.partial(ours, backend="triton"),
     "tessera save=x": functools.partial(ours, save="x"),
     "grouped_mm": functools.partial(torch_grouped, compiled=False),
     "grouped_mm compiled": functools.partial(torch_grouped, compiled=True),
