@@ -5,24 +5,26 @@ spilled register and within the shared memory of a program. Compiling happens in
 own, since this one may run Triton's interpreter; the launchers run there as they are, with the
 launch itself replaced by a compilation.
 
-By default the first configuration of two kernels is compiled; all of them with
 By default the first configuration of two kernels is compiled; all with TESSERA_COMPILE_ALL=1
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-SHARED_LIMIT = 232_448  # bytes of a program on compute capability 9.0
+from tests.moe.kernels.compile_sm90 import (
+    EVERYTHING,
+    SHARED_LIMIT,
+    compile_only,
+    needs_tools,
+    report,
+    rows_of,
+)
+
 SHARED_TWO = 113 * 1024  # of each where two share a multiprocessor, 1 KiB of each reserved
 KERNELS = ("up", "down", "dX", "dH", "dW1", "dW2")
 
@@ -31,39 +33,10 @@ KERNELS = ("up", "down", "dX", "dH", "dW1", "dW2")
 # own
 
 
-def _report(kernel) -> dict:
-    """Registers, spills and instructions of a compiled kernel."""
-    import triton.backends.nvidia as nvidia
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    tools = Path(nvidia.__file__).parent / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
-        ptx.write_text(kernel.asm["ptx"])
-        cubin.write_bytes(kernel.asm["cubin"])
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", folder + "/o"]
-        notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [str(tools / "cuobjdump"), "-sass", str(cubin)]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", notes)[1]),
-        "spilled bytes": sum(map(int, re.findall(r"(\d+) bytes spill", notes))),
-        "serialised": "C75" in notes,
-        "shared": kernel.metadata.shared,
-        "HGMMA": code.count("HGMMA"),
-        "TMA loads": code.count("UTMALDG"),
-        "TMA stores": code.count("UTMASTG"),
-        "async copies": code.count("LDGSTS"),
-    }
-
-
 def _compile(names: list[str], everything: bool) -> None:
     """Prints one line of JSON for each kernel and configuration."""
     import torch
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from moe.kernels import _tiles
     from moe.kernels._rows import rows_triton
@@ -72,20 +45,8 @@ def _compile(names: list[str], everything: bool) -> None:
     from moe.kernels.up_forward import up_forward_triton
     from moe.kernels.weight_gradient import weight_gradient_triton
 
-    target = GPUTarget("cuda", 90, 32)
     made: dict[str, object] = {}
-
-    def compile_only(self, *args, grid, warmup, **options):
-        backend = make_backend(target)
-        options |= {"debug": False, "sanitize_overflow": False}
-        binder = create_function_from_signature(self.signature, self.params, backend)
-        bound, specialization, rest = binder(*args, **options)
-        packed = self._pack_args(backend, options, bound, specialization, rest)
-        rest, signature, constexprs, attributes = packed
-        source = ASTSource(self, signature, constexprs, attributes)
-        made[self.fn.__name__] = triton.compile(source, target=target, options=rest.__dict__)
-
-    JITFunction.run = compile_only
+    compile_only(made.__setitem__)
     _tiles.capability = lambda device: (9, 0)
     _tiles.num_sms = lambda device: 132
 
@@ -119,34 +80,18 @@ def _compile(names: list[str], everything: bool) -> None:
             made.clear()
             launch(tiles, config)
             main = next(k for f, k in made.items() if f != "_gate_gradient_kernel")
-            row = {"kernel": name, "config": str(config), "ctas": config.ctas} | _report(main)
+            row = {"kernel": name, "config": str(config), "ctas": config.ctas} | report(main)
             print(json.dumps(row | {"triton": triton.__version__}), flush=True)
 
 
 # -------------------------------------------------------------------------------------------- test
 
 
-def _supported() -> bool:
-    try:
-        import triton.backends.nvidia as nvidia
-    except ImportError:
-        return False
-    return (Path(nvidia.__file__).parent / "bin" / "cuobjdump").exists()
-
-
-@pytest.mark.skipif(not _supported(), reason="needs Triton with its NVIDIA tools")
+@needs_tools
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_hopper(tmp_path: Path):
-    everything = os.environ.get("TESSERA_COMPILE_ALL", "0") == "1"
-    names = KERNELS if everything else ("down", "dW2")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TESSERA_TUNE": "0"}
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
-    command = [sys.executable, __file__, ",".join(names), str(int(everything))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    names = KERNELS if EVERYTHING else ("down", "dW2")
+    rows = rows_of(__file__, tmp_path, ",".join(names), str(int(EVERYTHING)))
     assert {row["kernel"] for row in rows} == set(names)
     for row in rows:
         limit = SHARED_LIMIT if row["ctas"] == 1 else SHARED_TWO

@@ -9,16 +9,18 @@ TESSERA_COMPILE_ALL=1 the shapes of known models and every form of the gates.
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.moe.kernels.compile_sm90 import (
+    EVERYTHING,
+    compile_only,
+    needs_tools,
+    report,
+    rows_of,
+)
 
 # name: T, E, K and what is asked of `topk_gating`
 GATING = {
@@ -52,47 +54,20 @@ MORE_ROUNDING = {
 # ------------------------------------------------------------------------- in a process of its own
 
 
-def _report(kernel) -> dict:
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder, "k.ptx")
-        ptx.write_text(kernel.asm["ptx"])
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", folder + "/o"]
-        notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", notes)[1]),
-        "spilled bytes": sum(map(int, re.findall(r"(\d+) bytes spill", notes))),
-        "shared": kernel.metadata.shared,
-    }
-
-
 def _compile(everything: bool) -> None:
     """Print one line of JSON for each kernel of each shape."""
     import torch
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from moe.kernels import routing_metadata, token_rounding, topk_gating
 
-    target = GPUTarget("cuda", 90, 32)
     shape = "slots"
 
-    def compile_only(self, *args, grid, warmup, **options):
-        backend = make_backend(target)
-        options |= {"debug": False, "sanitize_overflow": False}
-        binder = create_function_from_signature(self.signature, self.params, backend)
-        bound, specialization, rest = binder(*args, **options)
-        packed = self._pack_args(backend, options, bound, specialization, rest)
-        rest, signature, constexprs, attributes = packed
-        source = ASTSource(self, signature, constexprs, attributes)
-        made = triton.compile(source, target=target, options=rest.__dict__)
-        row = {"kernel": self.fn.__name__, "shape": shape} | _report(made)
+    def made(name, kernel):
+        row = {"kernel": name, "shape": shape} | report(kernel)
         print(json.dumps(row | {"triton": triton.__version__}), flush=True)
 
-    JITFunction.run = compile_only
+    compile_only(made)
     for name, (T, E, k, ask) in {**GATING, **(MORE_GATING if everything else {})}.items():
         shape, ask = name, dict(ask)
         logits = torch.zeros(T, E)
@@ -130,26 +105,10 @@ def _compile(everything: bool) -> None:
 # --------------------------------------------------------------------------------------------- test
 
 
-def _supported() -> bool:
-    try:
-        import triton.backends.nvidia as nvidia
-    except ImportError:
-        return False
-    return (Path(nvidia.__file__).parent / "bin" / "ptxas").exists()
-
-
-@pytest.mark.skipif(not _supported(), reason="needs Triton with its NVIDIA tools")
+@needs_tools
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_hopper(tmp_path: Path):
-    everything = os.environ.get("TESSERA_COMPILE_ALL", "0") == "1"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
-    command = [sys.executable, __file__, str(int(everything))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = rows_of(__file__, tmp_path, str(int(EVERYTHING)))
     assert {row["kernel"] for row in rows} == {
         "_gating_kernel", "_backward_kernel", "_finish_kernel", "_place_kernel", "_count_kernel",
         "_tiles_kernel", "_targets_kernel", "_rank_keys_kernel", "_select_kernel",

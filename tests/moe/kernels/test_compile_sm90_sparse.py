@@ -8,14 +8,19 @@ compiled; all with TESSERA_COMPILE_ALL=1.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.moe.kernels.test_compile_sm90_experts import ROOT, SHARED_LIMIT, _report, _supported
+from tests.moe.kernels.compile_sm90 import (
+    EVERYTHING,
+    SHARED_LIMIT,
+    compile_only,
+    needs_tools,
+    report,
+    rows_of,
+)
 
 KERNELS = ("spmm", "spmm split", "spread", "sddmm", "dsd", "dsd transposed", "sdd")
 
@@ -26,33 +31,18 @@ def _compile(everything: bool) -> None:
 
     import torch
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from moe.kernels import block_products, sddmm, spmm, spread
 
-    target = GPUTarget("cuda", 90, 32)
     made: dict[str, object] = {}
-
-    def compile_only(self, *args, grid, warmup, **options):
-        backend = make_backend(target)
-        options |= {"debug": False, "sanitize_overflow": False}
-        binder = create_function_from_signature(self.signature, self.params, backend)
-        bound, specialization, rest = binder(*args, **options)
-        packed = self._pack_args(backend, options, bound, specialization, rest)
-        rest, signature, constexprs, attributes = packed
-        source = ASTSource(self, signature, constexprs, attributes)
-        made[self.fn.__name__] = triton.compile(source, target=target, options=rest.__dict__)
-
-    JITFunction.run = compile_only
+    compile_only(made.__setitem__)
     for module in (spmm, spread, sddmm, block_products):
         module.on_device = lambda tensor: contextlib.nullcontext()
 
     def show(name, config, dtype):
         for function, kernel in made.items():
             row = {"kernel": name, "function": function, "config": str(config)}
-            row |= {"dtype": str(dtype), "triton": triton.__version__} | _report(kernel)
+            row |= {"dtype": str(dtype), "triton": triton.__version__} | report(kernel)
             print(json.dumps(row), flush=True)
         made.clear()
 
@@ -90,18 +80,10 @@ def _compile(everything: bool) -> None:
                 show("sdd", c, dtype)
 
 
-@pytest.mark.skipif(not _supported(), reason="needs Triton with its NVIDIA tools")
+@needs_tools
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_hopper(tmp_path: Path):
-    everything = os.environ.get("TESSERA_COMPILE_ALL", "0") == "1"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TESSERA_TUNE": "0"}
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
-    command = [sys.executable, __file__, str(int(everything))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = rows_of(__file__, tmp_path, str(int(EVERYTHING)))
     assert {row["kernel"] for row in rows} == set(KERNELS)
     for row in rows:
         assert row["spilled bytes"] == 0, row

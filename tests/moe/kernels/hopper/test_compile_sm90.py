@@ -12,17 +12,20 @@ products are compiled, with their first configuration; all with TESSERA_COMPILE_
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
-SHARED_LIMIT = 232_448  # bytes of a program on compute capability 9.0
+from tests.moe.kernels.compile_sm90 import (
+    EVERYTHING,
+    SHARED_LIMIT,
+    compile_only,
+    needs_tools,
+    report,
+    rows_of,
+)
+
 KERNELS = (
     "up", "down", "dX", "dH", "dW1", "dW2",
     "up uneven", "dH uneven", "dW1 uneven", "dW2 uneven",
@@ -31,32 +34,6 @@ KERNELS = (
 
 
 # -------------------------------------------------------------------------- in a process of its own
-
-
-def _report(kernel) -> dict:
-    """Registers, spills and instructions of a compiled kernel."""
-    import triton.backends.nvidia as nvidia
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    tools = Path(nvidia.__file__).parent / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
-        ptx.write_text(kernel.asm["ptx"])
-        cubin.write_bytes(kernel.asm["cubin"])
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", folder + "/o"]
-        notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [str(tools / "cuobjdump"), "-sass", str(cubin)]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {
-        "spilled bytes": sum(map(int, re.findall(r"(\d+) bytes spill", notes))),
-        "serialised": "C75" in notes,
-        "shared": kernel.metadata.shared,
-        "HGMMA": code.count("HGMMA"),
-        "TMA loads": code.count("UTMALDG"),
-        "TMA stores": code.count("UTMASTG"),
-        "async copies": code.count("LDGSTS"),
-        "register moves": code.count("USETMAXREG"),
-    }
 
 
 def _launches(D: int, N: int) -> dict:
@@ -90,12 +67,6 @@ def _launches(D: int, N: int) -> dict:
 
 def _compile(names: list[str], everything: bool) -> None:
     """Prints one line of JSON for each product and configuration."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-    from triton.runtime.jit import create_function_from_signature
-
     from moe.kernels import hopper
 
     reason = hopper.missing()
@@ -104,20 +75,8 @@ def _compile(names: list[str], everything: bool) -> None:
         return
     from moe.kernels.hopper import _configs, down_backward
 
-    target = GPUTarget("cuda", 90, 32)
     made: list = []
-
-    def compile_only(self, *args, grid, warmup, **options):
-        backend = make_backend(target)
-        options |= {"debug": False, "sanitize_overflow": False}
-        binder = create_function_from_signature(self.signature, self.params, backend)
-        bound, specialization, rest = binder(*args, **options)
-        packed = self._pack_args(backend, options, bound, specialization, rest)
-        rest, signature, constexprs, attributes = packed
-        source = GluonASTSource(self, signature, constexprs, attributes)
-        made.append(triton.compile(source, target=target, options=rest.__dict__))
-
-    GluonJITFunction.run = compile_only
+    compile_only(lambda name, kernel: made.append(kernel), gluon=True)
     _configs.num_sms = lambda device: 132
     down_backward.sum_parts = lambda *args: None
 
@@ -127,33 +86,17 @@ def _compile(names: list[str], everything: bool) -> None:
         for config in _configs.CONFIGS[table] if everything else _configs.CONFIGS[table][:1]:
             made.clear()
             launch(config)
-            print(json.dumps({"kernel": name, "config": str(config)} | _report(made[0])))
+            print(json.dumps({"kernel": name, "config": str(config)} | report(made[0])))
 
 
 # --------------------------------------------------------------------------------------------- test
 
 
-def _supported() -> bool:
-    try:
-        import triton.backends.nvidia as nvidia
-    except ImportError:
-        return False
-    return (Path(nvidia.__file__).parent / "bin" / "cuobjdump").exists()
-
-
-@pytest.mark.skipif(not _supported(), reason="needs Triton with its NVIDIA tools")
+@needs_tools
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_hopper(tmp_path: Path):
-    everything = os.environ.get("TESSERA_COMPILE_ALL", "0") == "1"
-    names = KERNELS if everything else ("down", "up uneven", "dW2")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TESSERA_TUNE": "0"}
-    path = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
-    command = [sys.executable, __file__, ",".join(names), str(int(everything))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    names = KERNELS if EVERYTHING else ("down", "up uneven", "dW2")
+    rows = rows_of(__file__, tmp_path, ",".join(names), str(int(EVERYTHING)))
     if "missing" in rows[0]:
         pytest.skip(rows[0]["missing"])
     assert {row["kernel"] for row in rows} == set(names)
