@@ -4,6 +4,7 @@
     python scripts/sweep.py configs/ablations/balance.yaml
     python scripts/sweep.py configs/ablations/*.yaml --jobs 8 --out runs/sweeps
     python scripts/sweep.py configs/ablations/rounding.yaml --seeds 5 train.steps=1000
+    python scripts/sweep.py configs/ablations/*.yaml --seeds 3-4 --also machine-b/sweeps
 
 A sweep file names a base config, the arms (lists of section.key=value words) and which of them is
 the control; see configs/ablations. Words on the command line go to every arm. With one seed, arms
@@ -12,7 +13,9 @@ within a seed. Runs that several files have in common are trained once.
 
 Written to OUT: NAME.md (the table: mean ± standard error, and the paired difference from the
 control), NAME.json, NAME.png. The same command again trains only what is missing and goes on with
-what was stopped. Exit codes: 0 done, 1 a run failed, 2 a mistake in a file, 75 stopped.
+what was stopped. `--also FOLDER` counts the finished runs of another OUT, made by the same code
+elsewhere; with `--time-limit 0` nothing is trained and the tables are of what there is. Exit codes:
+0 done, 1 a run failed, 2 a mistake in a file, 75 stopped.
 """
 
 from __future__ import annotations
@@ -173,9 +176,16 @@ def equal_steps(path: Path, sweep: SweepFile, words: Sequence[str]) -> dict[str,
     return found
 
 
-def place_run(run: Run, folder: Path) -> None:
-    """Give a run its folder: the one that an earlier command made for the same config, or a new."""
+def place_run(run: Run, folder: Path, others: Sequence[Path] = ()) -> None:
+    """Give a run its folder: the one that an earlier command made for the same config, or a new.
+
+    A run that is finished in one of the `others` and not in `folder` is taken from there.
+    """
     found = sorted(folder.glob(f"*-{run.key}"))
+    for place in (*found, *(path for other in others for path in other.glob(f"*-{run.key}"))):
+        run.folder = place
+        if run.done:
+            return
     plain = re.sub(r"[^A-Za-z0-9_.+-]+", "_", run.arm).lstrip(".+-") or "arm"
     run.folder = found[0] if found else folder / f"{plain}-seed{run.seed}-{run.key}"
 
@@ -275,7 +285,7 @@ def train_all(runs: list[Run], jobs: int, time_limit: float | None, keep: bool) 
                     continue
                 run, worker.run = worker.run, None
                 first = None if run is first else first
-                if _ended(worker, run, keep):
+                if _ended(worker, run, keep, stopping):
                     finished += 1
                     _tell(run, finished, total, time.monotonic() - worker.since)
     finally:
@@ -296,13 +306,15 @@ def _send(worker: Worker, run: Run) -> None:
     worker.connection.send(([str(run.base), *run.words, *place], str(run.folder / "output.log")))
 
 
-def _ended(worker: Worker, run: Run, keep: bool) -> bool:
+def _ended(worker: Worker, run: Run, keep: bool, stopping: bool) -> bool:
     """Take a worker's answer; whether the run is done."""
     try:
         code = worker.connection.recv()
     except (EOFError, OSError):
         worker.process.join()
         code = None
+        if stopping and worker.process.exitcode == -signal.SIGTERM:
+            return False  # asked to stop before the run had begun: nothing to save
         run.error = f"its process ended with exit code {worker.process.exitcode}"
     if code == 0:
         if not keep:
@@ -337,12 +349,37 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("inputs", nargs="+", metavar="FILE | section.key=value")
     parser.add_argument("--out", type=Path, default=Path("runs/sweeps"), help="default runs/sweeps")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
-    parser.add_argument("--seeds", type=int, help="use seeds 0 to N - 1 instead of the file's")
+    parser.add_argument(
+        "--seeds", metavar="N | A-B", help="use seeds 0 to N - 1, or A to B, instead of the file's"
+    )
+    parser.add_argument(
+        "--also",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="an OUT of another command whose finished runs count too; may be repeated",
+    )
     parser.add_argument("--time-limit", type=float, metavar="S", help="stop after S seconds")
     parser.add_argument(
         "--keep-checkpoints", action="store_true", help="do not delete those of finished runs"
     )
     return parser.parse_intermixed_args(arguments)
+
+
+def read_seeds(word: str) -> range:
+    """The seeds of a --seeds word.
+
+    Raises:
+        ConfigError: it is neither N nor A-B.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)", word)
+    if match:
+        first, last = match.groups()
+        seeds = range(int(last)) if first is None else range(int(first), int(last) + 1)
+        if seeds:
+            return seeds
+    raise ConfigError(f"--seeds={word} must be a number N of at least 1, or A-B with A <= B")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -351,14 +388,17 @@ def main(arguments: list[str] | None = None) -> int:
     files = [Path(word) for word in options.inputs if "=" not in word]
     sweeps: list[tuple[Path, SweepFile, list[Run]]] = []
     try:
-        for name, value in (("--jobs", options.jobs), ("--seeds", options.seeds)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
+        if options.jobs < 1:
+            raise ConfigError(f"--jobs={options.jobs} must be at least 1")
+        given = None if options.seeds is None else read_seeds(options.seeds)
+        for folder in options.also:
+            if not (folder / "runs").is_dir():
+                raise ConfigError(f"--also {folder} holds no folder runs")
         if not files:
             raise ConfigError("no sweep file given; configs/ablations holds some")
         for path in files:
             sweep = read_sweep(path)
-            seeds = range(options.seeds) if options.seeds else sweep.seeds
+            seeds = sweep.seeds if given is None else given
             sweeps.append((path, sweep, plan_runs(path, sweep, words, seeds)))
     except ConfigError as error:
         fail(error)
@@ -370,7 +410,7 @@ def main(arguments: list[str] | None = None) -> int:
         for run in runs:
             unique.setdefault(run.key, run)
     for run in unique.values():
-        place_run(run, out / "runs")
+        place_run(run, out / "runs", [folder.resolve() / "runs" for folder in options.also])
     # Seed by seed over all files: wherever the time ends, the pairs are whole.
     ordered = sorted(unique.values(), key=lambda run: run.seed)
     missing = sum(not run.done for run in ordered)

@@ -176,6 +176,43 @@ def test_a_sweep_of_real_runs(sweep, tiny_sweep, tmp_path, capsys):
     sweep.place_run(run, out / "runs")
     assert not run.done
 
+    # finished runs of elsewhere count, those that are not finished do not, and nothing is trained
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "runs").mkdir(parents=True)
+    for folder in (out / "runs").glob("*-seed1-*"):
+        folder.rename(elsewhere / "runs" / folder.name)
+    words = [str(tiny_sweep), *arguments[2:], "--time-limit", "0", "--seeds"]
+    assert sweep.main([*words, "0-1"]) == 75
+    assert "4 runs, 2 to train" in capsys.readouterr().out
+    assert sweep.main([*words, "2", "--also", str(elsewhere)]) == 0
+    assert "4 runs, 0 to train" in capsys.readouterr().out
+    assert json.loads((out / "sweep.json").read_text())["arms"] == result["arms"]
+    events = next((elsewhere / "runs").glob("weak-*")) / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join(line for line in lines if '"done"' not in line))
+    assert sweep.main([*words, "2", "--also", str(elsewhere)]) == 75
+    assert "4 runs, 1 to train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "seeds"),
+    [("1", [0]), ("3", [0, 1, 2]), ("2-4", [2, 3, 4]), ("7-7", [7])],
+)
+def test_seeds(word, seeds, sweep):
+    assert list(sweep.read_seeds(word)) == seeds
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "4-2", "two", "1,2", ""])
+def test_seeds_that_are_none(word, sweep):
+    with pytest.raises(ConfigError, match=f"--seeds={word} must be a number N"):
+        sweep.read_seeds(word)
+
+
+def test_a_folder_without_runs_is_an_error(sweep, tiny_sweep, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main([str(tiny_sweep), "--out", str(tmp_path / "out"), "--also", str(tmp_path)])
+    assert f"--also {tmp_path} holds no folder runs" in capsys.readouterr().err
+
 
 def test_an_unreadable_file_is_an_error(sweep, tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
