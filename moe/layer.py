@@ -265,11 +265,12 @@ class MoE(nn.Module):
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
         sums_ED = None
+        missing = self._missing(logits_TE, gating)
         if self.training and c.keeps_outputs:
-            y_TD, sums_ED = self.compute(x_TD, routing, output_sums=True)
+            y_TD, sums_ED = self.compute(x_TD, routing, missing, output_sums=True)
         else:
-            y_TD = self.compute(x_TD, routing)
-        y_TD = self._for_missing(y_TD, x_TD, logits_TE, gating, routing, valid_T)
+            y_TD = self.compute(x_TD, routing, missing)
+        y_TD = self._by_defaults(y_TD, logits_TE, gating, routing, valid_T)
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         select_TE = logits_TE if select_TE is None else select_TE
         if sums_ED is not None:
@@ -280,10 +281,17 @@ class MoE(nn.Module):
         )  # fmt: skip
         return y_TD.view(x.shape), stats
 
-    def _for_missing(
+    def _missing(self, logits_TE: Tensor, gating: Gating) -> tuple[Tensor, Tensor] | None:
+        """gradient="dense": weights of all pairs [T, E], and which of them were not chosen."""
+        c = self.config
+        if c.control.gradient != "dense" or not (self.training and torch.is_grad_enabled()):
+            return None
+        weight_TE = dense_weights(logits_TE, gating.expert_TK, c.score, c.norm, c.route_scale)
+        return weight_TE, missing_pairs(gating.expert_TK, c.num_experts)
+
+    def _by_defaults(
         self,
         y_TD: Tensor,
-        x_TD: Tensor,
         logits_TE: Tensor,
         gating: Gating,
         routing: Routing,
@@ -292,10 +300,6 @@ class MoE(nn.Module):
         """y with the gradient, or with the mean outputs, of pairs that were not computed."""
         c, control, expert_TK = self.config, self.config.control, gating.expert_TK
         learns = self.training and torch.is_grad_enabled()
-        if control.gradient == "dense" and learns:
-            missing_TE = missing_pairs(expert_TK, c.num_experts)
-            weight_TE = dense_weights(logits_TE, expert_TK, c.score, c.norm, c.route_scale)
-            y_TD = dense_gradient(y_TD, weight_TE, missing_TE, x_TD, self.w1, self.w2, c.activation)
         if control.gradient == "default" and (learns or self.router.filling):
             missing_TE = missing_pairs(expert_TK, c.num_experts, routing)
             weight_TE = default_weights(logits_TE, c.score, c.route_scale, valid_T)
@@ -309,11 +313,17 @@ class MoE(nn.Module):
         return y_TD
 
     def compute(
-        self, x_TD: Tensor, routing: Routing, output_sums: bool = False
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        missing: tuple[Tensor, Tensor] | None = None,
+        output_sums: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Routed experts plus shared expert; what expert parallelism replaces.
 
         Args:
+            missing: weights and mask [T, E] of pairs that are to get the gradient of
+                `moe.router_gradient.dense_gradient`.
             output_sums: give the sum of each routed expert's outputs [E, D] too.
         """
         found = experts(
@@ -327,6 +337,8 @@ class MoE(nn.Module):
             output_sums=output_sums,
         )
         y_TD, *sums = found if output_sums else (found,)
+        if missing is not None:
+            y_TD = dense_gradient(y_TD, *missing, x_TD, self.w1, self.w2, self.config.activation)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return (y_TD, *sums) if output_sums else y_TD

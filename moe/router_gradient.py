@@ -23,6 +23,8 @@ Sources: DenseMixer (github.com/yaof20/DenseMixer), Default MoE (arXiv 2504.1246
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -72,32 +74,48 @@ def dense_weights(
     return weight_TE * (scale / (total_T1 + 1e-20))
 
 
+def expert_dots(
+    dy_TD: Tensor, x_TD: Tensor, w1_EHD: Tensor, w2_EDN: Tensor, activation: str, dtype: torch.dtype
+) -> Tensor:
+    """<dy_t, E_e(x_t)> for every token and every expert: [T, E] in `dtype`.
+
+    Args:
+        dy_TD: its dtype is the one that is computed in.
+    """
+    x_TD, w1_EHD, w2_EDN = (t.to(dy_TD.dtype) for t in (x_TD, w1_EHD, w2_EDN))
+    T, (E, H, D), N = x_TD.shape[0], w1_EHD.shape, w2_EDN.shape[2]
+    step = max(1, _CHUNK // max(1, T * H))
+    parts = []
+    for first in range(0, E, step):
+        w1_CHD, w2_CDN = w1_EHD[first : first + step], w2_EDN[first : first + step]
+        C = w1_CHD.shape[0]
+        h = x_TD @ w1_CHD.reshape(C * H, D).T
+        a_TCN = activation_ref(h.view(T * C, H), activation).view(T, C, N)
+        # <dy, W2 a> = <W2^T dy, a>
+        b_TCN = (dy_TD @ w2_CDN.permute(1, 0, 2).reshape(D, C * N)).view(T, C, N)
+        parts.append((a_TCN.to(dtype) * b_TCN).sum(dim=2))
+    return torch.cat(parts, dim=1)
+
+
 class _DenseGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_TD, weight_TE, x_TD, w1_EHD, w2_EDN, missing_TE, activation):
+    def forward(ctx, y_TD, weight_TE, x_TD, w1_EHD, w2_EDN, missing_TE, dots):
+        # The weights as they came, not detached: a sharding engine that swaps the memory of a
+        # parameter (ZeRO-3) finds it again, and frees it in between.
         ctx.save_for_backward(x_TD, w1_EHD, w2_EDN, missing_TE)
-        ctx.activation = activation
+        ctx.dots = dots
         ctx.weight_dtype = weight_TE.dtype
         return y_TD.view_as(y_TD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_TD):
-        x_TD, w1_EHD, w2_EDN, missing_TE = ctx.saved_tensors
-        x_TD, w1_EHD, w2_EDN = (t.to(dy_TD.dtype) for t in (x_TD, w1_EHD, w2_EDN))
-        T, (E, H, D), N = x_TD.shape[0], w1_EHD.shape, w2_EDN.shape[2]
-        step = max(1, _CHUNK // max(1, T * H))
-        parts = []
-        for first in range(0, E, step):
-            w1_CHD, w2_CDN = w1_EHD[first : first + step], w2_EDN[first : first + step]
-            C = w1_CHD.shape[0]
-            h = x_TD @ w1_CHD.reshape(C * H, D).T
-            a_TCN = activation_ref(h.view(T * C, H), ctx.activation).view(T, C, N)
-            # <dy, W2 a> = <W2^T dy, a>
-            b_TCN = (dy_TD @ w2_CDN.permute(1, 0, 2).reshape(D, C * N)).view(T, C, N)
-            parts.append((a_TCN.to(ctx.weight_dtype) * b_TCN).sum(dim=2))
-        dot_TE = torch.cat(parts, dim=1)
+        *tensors, missing_TE = ctx.saved_tensors
+        dot_TE = ctx.dots(dy_TD, *tensors, ctx.weight_dtype)
         return dy_TD, torch.where(missing_TE, dot_TE, 0.0), *(None,) * 5
+
+
+Dots = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 
 def dense_gradient(
@@ -108,6 +126,7 @@ def dense_gradient(
     w1_EHD: Tensor,
     w2_EDN: Tensor,
     activation: str,
+    dots: Dots | None = None,
 ) -> Tensor:
     """y unchanged; in backward the weight of a missing pair gets <dy_t, E_e(x_t)>.
 
@@ -116,9 +135,15 @@ def dense_gradient(
     Args:
         weight_TE: `dense_weights(...)`.
         missing_TE: `missing_pairs(...)`.
+        dots: (dy, x, w1, w2, dtype) → <dy_t, E_e(x_t)> [T, E], where w1 and w2 are not those of all
+            E experts; None: they are.
     """
+
+    def own_dots(dy_TD, x_TD, w1_EHD, w2_EDN, dtype):
+        return expert_dots(dy_TD, x_TD, w1_EHD, w2_EDN, activation, dtype)
+
     return _DenseGradient.apply(
-        y_TD, weight_TE, x_TD.detach(), w1_EHD.detach(), w2_EDN.detach(), missing_TE, activation
+        y_TD, weight_TE, x_TD.detach(), w1_EHD, w2_EDN, missing_TE, dots or own_dots
     )
 
 

@@ -36,7 +36,9 @@ from moe import MoE, MoEConfig, Routing
 from moe.experts import experts
 from moe.kernels._triton import pick_backend
 from moe.metrics import RouterStats
+from moe.router_gradient import Dots, dense_gradient
 from parallel.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
+from parallel.dense_gradient import DotsOverRanks
 from parallel.dispatch import (
     SCHEDULES,
     Cut,
@@ -180,14 +182,22 @@ class ParallelExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(own, weight.requires_grad))
 
     def forward(
-        self, x_TD: Tensor, routing: Routing, shared: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        missing: tuple[Tensor, Tensor] | None = None,
+        output_sums: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Routed experts of this rank's tokens, plus `shared(x)`; in the dtype of `moe.experts`.
 
         Args:
             x_TD: this rank's tokens, any number.
             routing: their experts, numbered over the whole layer.
             shared: the expert that every token uses.
+            missing: see `MoE.compute`; its weights are of all experts.
+            output_sums: give also the sums of outputs [experts of the layer, D] over the rows that
+                this rank's experts computed, for whomever, float32; 0 for experts of other ranks.
         """
         config = self.config
         weights = [
@@ -195,21 +205,38 @@ class ParallelExperts(nn.Module):
             for weight in (self.w1, self.w2)
         ]
 
+        wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        sums_ED = x_TD.new_zeros(config.num_experts, config.hidden_size, dtype=wide)
+        mine_ED = sums_ED[self.first_expert : self.first_expert + self.num_experts]
+
         def compute(rows: Tensor, routing: Routing) -> Tensor:
-            return experts(
+            found = experts(
                 rows, *weights, routing,
                 activation=config.activation, save=config.save, backend=config.kernels,
+                output_sums=output_sums,
             )  # fmt: skip
+            if not output_sums:
+                return found
+            mine_ED.add_(found[1])
+            return found[0]
+
+        def finish(y_TD: Tensor, dots: Dots | None = None) -> Tensor | tuple[Tensor, Tensor]:
+            if missing is not None:
+                rows = _autocast(x_TD)
+                y_TD = dense_gradient(y_TD, *missing, rows, *weights, config.activation, dots)
+            return (y_TD, sums_ED) if output_sums else y_TD
 
         if self.transport is None:
             y_TD = compute(x_TD, routing)
-            return y_TD if shared is None else y_TD + shared(x_TD)
+            return finish(y_TD if shared is None else y_TD + shared(x_TD))
 
         rank = self.mesh.place("expert")
         rows_TD = _autocast(x_TD)
         backend = pick_backend(config.kernels, rows_TD)
         pairs = sort_pairs(routing, self.cut, rank, config.kernels)
-        counts_NB2 = exchange_counts(pairs.counts_B2, self.transport_group)
+        tokens_12 = pairs.counts_B2.new_tensor([[x_TD.shape[0], 0]])
+        counts_NB2 = exchange_counts(torch.cat([pairs.counts_B2, tokens_12]), self.transport_group)
+        tokens_N, counts_NB2 = counts_NB2[:, -1, 0], counts_NB2[:, :-1]
         plan = plan_dispatch(pairs, counts_NB2, self.cut, rank, backend)
         gates, ids = plan.gates(routing.gates_S, pairs.row_S), plan.ids()
         rows_CD = spread(rows_TD, plan.copies)
@@ -248,7 +275,8 @@ class ParallelExperts(nn.Module):
         back_CD = torch.cat([wait(*flight) for flight in returning])
         if plan.expansion is not None:
             back_CD = collect(back_CD, plan.expansion)
-        return collect(back_CD, plan.copies) + y_TD
+        dots = DotsOverRanks(self.transport_group, rank, tokens_N, config.activation)
+        return finish(collect(back_CD, plan.copies) + y_TD, dots)
 
     @property
     def transport_group(self):
@@ -293,8 +321,14 @@ class ExpertParallelMoE(MoE):
     def reset_parameters(self) -> None:
         raise RuntimeError("weights are drawn for the whole layer, before it is split")
 
-    def compute(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        return self.experts(x_TD, routing, self.shared)
+    def compute(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        missing: tuple[Tensor, Tensor] | None = None,
+        output_sums: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return self.experts(x_TD, routing, self.shared, missing, output_sums)
 
 
 def expert_parallel(

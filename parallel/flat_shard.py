@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -122,6 +123,28 @@ def local_of(value: Tensor | FlatShard) -> Tensor:
 def with_local(value: Tensor | FlatShard, local: Tensor) -> Tensor | FlatShard:
     """The same entry with other memory: what a copy to the host puts in its place."""
     return value.with_local(local) if isinstance(value, FlatShard) else local
+
+
+def read_range(value: Tensor | FlatShard, start: int, stop: int, device: torch.device) -> Tensor:
+    """Elements [start, stop) of the whole flat tensor, a copy on `device`, on every rank the same
+    bits. Where it is sharded all ranks call it alike."""
+    if not isinstance(value, FlatShard):
+        return value.view(-1)[start:stop].to(device, copy=True)
+    found = torch.full((stop - start,), -torch.inf, dtype=value.local.dtype, device=device)
+    first, last = max(start, value.start), min(stop, value.stop)
+    if first < last:
+        found[first - start : last - start] = value.local[first - value.start : last - value.start]
+    dist.all_reduce(found, dist.ReduceOp.MAX)  # of replicas too, which a sum would count twice
+    return found
+
+
+def write_range(value: Tensor | FlatShard, start: int, elements: Tensor) -> None:
+    """Set what is held here of the elements from `start` on."""
+    whole = not isinstance(value, FlatShard)
+    local, offset = (value.view(-1), 0) if whole else (value.local, value.start)
+    first, last = max(start, offset), min(start + elements.numel(), offset + local.numel())
+    if first < last:
+        local[first - offset : last - offset] = elements[first - start : last - start]
 
 
 def assemble(shards: Iterable[FlatShard]) -> Tensor:

@@ -36,7 +36,6 @@ from training.config_base import Count, Fraction, Positive, Section
 from training.config_checks import (
     check_combinations,
     check_rounding,
-    refuse_sharded,
     refuse_useless,
     router_defaults,
 )
@@ -499,8 +498,6 @@ def make_plan(
     mesh, engine, exchange = plan_layout(
         config.parallel, config.model.config, world_size, device, hosts
     )
-    if engine is not None:
-        refuse_sharded(config, world_size)
     check_rounding(config, micro_batch)
     if train.steps is not None:
         check_routers(config, train.steps)

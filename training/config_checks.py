@@ -340,18 +340,3 @@ def check_rounding(config: Config, rows: int) -> None:
             f"router.rounding_min_tiles={router.rounding_min_tiles} is more than an expert can "
             f"get of a micro-batch of {tokens} tokens; allowed: 0 to {most}"
         )
-
-
-# What needs an expert's whole weights, or its outputs, in one process.
-_WHOLE = ("router.revive_after", "router.gradient", "router.rounding_dropped_grad")
-
-
-def refuse_sharded(config: Config, world_size: int) -> None:
-    """ConfigError for settings that work in one process only."""
-    for place in _WHOLE:
-        value, default = _field(config, place)
-        if value != default:
-            raise ConfigError(
-                f"{place}={value!r} works in one process only, as experts are split over the "
-                f"{world_size} processes of this run; leave it out"
-            )

@@ -101,8 +101,7 @@ class RouterConfig(Section):
     gradient: Literal["plain", "dense", "default"] = "plain"
     """What routers learn about experts that a token did not choose: nothing (plain); their outputs,
     computed in backward for experts / K times the cost of the experts' forward (dense, DenseMixer);
-    or their mean output over the last steps (default, Default MoE, arXiv 2504.12463). One process
-    only, but for plain."""
+    or their mean output over the last steps (default, Default MoE, arXiv 2504.12463)."""
     default_fill: Literal["gradient", "forward"] = "gradient"
     """Use mean outputs in the gradient alone, or add them to the output too (forward), which no
     family can export."""
@@ -121,7 +120,7 @@ class RouterConfig(Section):
     """[step, experts per token] of each change, for the schedule steps."""
     revive_after: Positive | None = None
     """Steps without load (a tenth of the mean) after which an expert becomes a copy of its layer's
-    busiest one, optimizer state included; looked at in log steps, in one process. Empty: never."""
+    busiest one, optimizer state included; looked at in log steps. Empty: never."""
     soft_k: bool = False
     """Let the last of a token's experts fade out instead of dropping it from one step to the
     next."""

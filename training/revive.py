@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from moe.layer import MoE
+from parallel.flat_shard import read_range, write_range
 
 if TYPE_CHECKING:
+    from parallel.engine import Engine
     from training.job import Job
     from training.optim import MasterAdamW
 
@@ -58,7 +60,7 @@ def choose_revivals(dead_LE: Tensor, counts_LE: Tensor, after: int) -> list[Revi
 @torch.no_grad()
 def revive(
     model: nn.Module,
-    optimizer: MasterAdamW,
+    optimizer: MasterAdamW | Engine,
     revivals: Sequence[Revival],
     *,
     seed: int,
@@ -66,11 +68,10 @@ def revive(
 ) -> None:
     """Make the copies, in the float32 master weights, the moments, and the model.
 
+    All processes call it alike; a row that they share is put together and each keeps its part.
+
     Args:
         seed, step: fix the noise, so that all processes and a resumed run draw the same.
-
-    Raises:
-        ValueError: an optimizer that does not hold the model's whole expert weights.
     """
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, MoE)]
     held = optimizer.tensors()
@@ -78,14 +79,14 @@ def revive(
         name, layer = layers[event.layer]
         for parameter in ("w1", "w2", "router.weight"):
             full = f"{name}.{parameter}"
-            if f"weights/{full}" not in held:
-                raise ValueError(f"{full} is not whole in this process: experts cannot be revived")
-            shape = layer.get_parameter(parameter).shape
             for kind in ("weights", "exp_avg", "exp_avg_sq"):
-                rows = held[f"{kind}/{full}"].view(shape)
-                rows[event.expert].copy_(rows[event.parent])
-            row = held[f"weights/{full}"].view(shape)[event.expert]
-            row.add_(_noise(row, f"{seed}/{step}/{full}/{event.expert}"))
+                whole = held[f"{kind}/{full}"]
+                size = whole.numel() // layer.config.num_experts
+                first = event.parent * size
+                row = read_range(whole, first, first + size, layer.router.weight.device)
+                if kind == "weights":
+                    row += _noise(row, f"{seed}/{step}/{full}/{event.expert}")
+                write_range(whole, event.expert * size, row)
         for buffer in layer.router.buffers():
             if buffer.dim() and buffer.shape[0] == layer.config.num_experts:
                 buffer[event.expert].copy_(buffer[event.parent])

@@ -27,6 +27,7 @@ from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.distributed.launch import run
 from training.checkpoint import Saver, Snapshot, load_tensors, stored_tensors
+from training.optim import MasterAdamW
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
@@ -122,6 +123,21 @@ def _run_case(case: Case) -> str:
         found += f"learning rates {engine.lrs(1.0)}; "
     if not bool(engine.all_finite()):
         found += "not finite; "
+    return found
+
+
+def _revived(case: Case) -> str:
+    """What differs from a revival in one process: nothing may, to the bit."""
+    config = tiny.config()
+    engine = _engine(case, config)
+    model = tiny.build(config)
+    want = tiny.revived(MasterAdamW(tiny.groups_of(model)), model)
+    found = tiny.difference(tiny.revived(engine, engine.model.module), want, 0.0)
+    batch = tiny.micro_batches(config, 0, [0])[0]
+    with torch.no_grad():
+        losses = [float(each(**batch).loss_sum) for each in (engine.model, model)]
+    if abs(losses[0] / losses[1] - 1) > 1e-6:
+        found += f"loss {losses[0]} instead of {losses[1]}; "
     return found
 
 
@@ -243,6 +259,7 @@ def _everything(folder: str) -> dict:
             raise RuntimeError(f"case {name!r}:\n{traceback.format_exc()}") from None
     return {
         "cases": cases,
+        "revived": [_revived(Case()), _revived(Case(offload=True, nodes=4))],
         "bf16": _bfloat16(),
         "contract": _contract(),
         "crossed": _crossed(folder),
@@ -259,6 +276,10 @@ def results(tmp_path_factory) -> list[dict]:
 def test_equals_one_process(results, name):
     found = {rank: r["cases"][name] for rank, r in enumerate(results) if r["cases"][name]}
     assert not found
+
+
+def test_a_revival_writes_the_bits_that_one_process_writes(results):
+    assert [result["revived"] for result in results] == [["", ""]] * WORLD
 
 
 def test_bfloat16_keeps_float32_masters_and_router(results):

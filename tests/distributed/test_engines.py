@@ -24,6 +24,7 @@ from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.distributed.launch import run
+from training.optim import MasterAdamW
 
 WORLD = 4
 # One process and several round differently; Adam's first steps are nearly signs, so a rounding
@@ -222,6 +223,31 @@ def _replicas() -> list[str]:
     return found
 
 
+REVIVED = {
+    "2 nodes of 2, experts over nodes": Case(),
+    "4 nodes, experts twice": Case(nodes=4),
+    "1 node, ZeRO-3 alone": Case(nodes=1, expert=1),
+}
+
+
+def _revived(case: Case) -> str:
+    """What differs from a revival in one process: nothing may, to the bit."""
+    config = tiny.config()
+    engine = _engine(case, config)
+    model = tiny.build(config)
+    want = tiny.revived(MasterAdamW(tiny.groups_of(model)), model)
+    got = tiny.revived(engine, engine.model)
+    found = tiny.difference(got, want, 0.0)
+    check_replicas(engine, engine.mesh)
+    # what the model computes with is what was written
+    batch = tiny.micro_batches(config, 0, [0])[0]
+    with torch.no_grad():
+        losses = [float(each(**batch).loss_sum) for each in (engine.model, model)]
+    if abs(losses[0] / losses[1] - 1) > 1e-6:
+        found += f"loss {losses[0]} instead of {losses[1]}; "
+    return found
+
+
 def _evaluated_then_loaded() -> list[float]:
     """Losses before and after all weights are replaced by zeros, evaluation coming first."""
     config = tiny.config("qwen3_moe_sparse_step")
@@ -266,7 +292,7 @@ def _refusals() -> list[str]:
 
 def _everything() -> dict:
     cases = {}
-    for table, check in ((CASES, _gradients), (TRAINED, _training)):
+    for table, check in ((CASES, _gradients), (TRAINED, _training), (REVIVED, _revived)):
         for name, case in table.items():
             try:
                 cases[check.__name__, name] = check(case)
@@ -298,6 +324,12 @@ def test_gradients_and_norm_equal_one_process(results, name):
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_equals_one_process(results, name):
     key = "_training", name
+    assert not {rank: r["cases"][key] for rank, r in enumerate(results) if r["cases"][key]}
+
+
+@pytest.mark.parametrize("name", REVIVED)
+def test_a_revival_writes_the_bits_that_one_process_writes(results, name):
+    key = "_revived", name
     assert not {rank: r["cases"][key] for rank, r in enumerate(results) if r["cases"][key]}
 
 

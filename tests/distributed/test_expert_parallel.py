@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe import MoE, MoEConfig, Routing
+from moe import MoE, MoEConfig, RouterControl, Routing
+from moe.control import begin_step
 from moe.experts import experts
+from moe.rounding import RoundingConfig
 from parallel.expert_parallel import (
     ExpertParallelMoE,
     ExpertParallelOptions,
@@ -52,7 +54,18 @@ class Case:
     padding: bool = False
     recompute: bool = False
     frozen: tuple[str, ...] = ()
+    apart: bool = False
+    """Compare with the layer on each rank's tokens by themselves: rounding looks at all of them."""
     tolerance: float = 1e-12
+
+
+DENSE = replace(BASE, control=RouterControl(gradient="dense"))
+MEANS = replace(BASE, control=RouterControl(gradient="default"))
+FILLED = replace(BASE, control=RouterControl(gradient="default", default_fill="forward"))
+DROPPED = replace(
+    BASE, rounding=RoundingConfig(variant="down", tile=4, min_tiles=0, min_mean_tiles=0,
+                                  dropped_grad="default"),
+)  # fmt: skip
 
 
 def _options(**settings) -> ExpertParallelOptions:
@@ -100,6 +113,25 @@ CASES = {
     "frozen router": Case(frozen=("router.weight",), layout="ep2"),
     "frozen input": Case(frozen=("x",)),
     **_float8_cases(),
+    **{f"dense gradient, {name}": Case(config=DENSE, layout=name) for name in LAYOUTS},
+    "dense gradient, no tokens at all": Case(config=DENSE, counts=(0, 0, 0, 0)),
+    "dense gradient, recomputed": Case(config=DENSE, recompute=True, options=_options(chunks=3)),
+    "dense gradient, pairwise": Case(config=DENSE, options=_options(schedule="pairwise")),
+    "dense gradient, padding tokens": Case(
+        config=replace(DENSE, norm="none"), padding=True, layout="ep2", counts=(9, 4, 6, 2)
+    ),
+    **{f"mean outputs, {name}": Case(config=MEANS, layout=name) for name in LAYOUTS},
+    "mean outputs, every pair its own row": Case(
+        config=MEANS, options=_options(deduplicate=False, chunks=3)
+    ),
+    "mean outputs, pairwise, recomputed": Case(
+        config=MEANS, recompute=True, options=_options(schedule="pairwise")
+    ),
+    "mean outputs filled in": Case(config=FILLED, layout="ep2 twice"),
+    "gradient of dropped pairs": Case(config=DROPPED, counts=(9, 0, 17, 13), apart=True),
+    "gradient of dropped pairs, padding": Case(
+        config=DROPPED, counts=(9, 0, 17, 13), apart=True, padding=True, layout="ep2"
+    ),
 }
 
 
@@ -123,6 +155,10 @@ def _layer(config: MoEConfig, favoured: tuple[int, ...], dtype: torch.dtype) -> 
     layer.router.weight.data = torch.randn(config.num_experts, config.hidden_size, dtype=dtype)
     if favoured:
         layer.router.selection_bias[list(favoured)] = 1e4
+    if layer.router.default_ED is not None:
+        layer.router.default_ED.copy_(torch.randn(layer.router.default_ED.shape, dtype=dtype))
+        layer.router.default_count_E.fill_(3)
+    begin_step(layer, 1)
     return layer
 
 
@@ -167,8 +203,13 @@ def _run_case(case: Case) -> str:
     ((y * cotangents[rank]).sum() + stats.z_sum).backward()
 
     whole = torch.cat(xs).requires_grad_()
-    valid = torch.cat(valids) if case.padding else None
-    want, want_stats = layer(whole, valid)
+    if case.apart:
+        parts = [layer(part, valid) for part, valid in zip(whole.split(case.counts), valids)]
+        want, want_stats = torch.cat([part for part, _ in parts]), parts[0][1]
+        for _, more in parts[1:]:
+            want_stats = want_stats.plus(more)
+    else:
+        want, want_stats = layer(whole, torch.cat(valids) if case.padding else None)
     ((want * torch.cat(cotangents)).sum() + want_stats.z_sum).backward()
 
     found = _compare("output", y, want.split(case.counts)[rank], case.tolerance)
@@ -177,6 +218,9 @@ def _run_case(case: Case) -> str:
     counts = _sum_over(stats.counts_E, mesh, "shard", "replica")
     if not torch.equal(counts, want_stats.counts_E):
         found += f"counts {counts.tolist()} against {want_stats.counts_E.tolist()}; "
+    if want_stats.output_sum_ED is not None:
+        sums = _sum_over(stats.output_sum_ED, mesh, "shard", "replica")
+        found += _compare("sums of outputs", sums, want_stats.output_sum_ED, case.tolerance)
     holders = ("expert_shard", "expert_replica")
     for name, parameter in parallel.named_parameters():
         if name in case.frozen:

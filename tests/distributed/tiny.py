@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
+from moe import Router
 from moe.balance import auxiliary_loss
 from parallel.engine import AdamSettings
-from parallel.flat_shard import FlatShard
+from parallel.flat_shard import FlatShard, local_of
 from tests.models.tiny import next_tokens, randomise_buffers_and_norms, tiny_config, tokens
 from training.optim import MasterAdamW, StepGuard, parameter_groups
+from training.revive import Revival, revive
 
 ROWS, LENGTH = 8, 16
 LENGTHS = (16, 3, 9, 16, 1, 0, 12, 7)
@@ -139,6 +141,20 @@ def train_engine(
         outcome = engine.step(1e-2)
         seen.append(_numbers(engine.terms, outcome))
     return seen
+
+
+def revived(optimizer: Any, model: nn.Module) -> dict[str, Any]:
+    """All tensors after two experts were replaced, with moments that differ everywhere."""
+    for name, value in optimizer.tensors().items():
+        if name.startswith(("exp_avg/", "exp_avg_sq/")):
+            local = local_of(value)
+            first = value.start if isinstance(value, FlatShard) else 0
+            local.copy_((torch.arange(first, first + local.numel()) % 8191 + 1.0) / 8191)
+    optimizer.loaded()
+    events = [Revival(0, 2, 5, 9), Revival(1, 7, 0, 9)]
+    revive(model, optimizer, events, seed=3, step=7)
+    bias_E = next(m for m in model.modules() if isinstance(m, Router)).selection_bias
+    return optimizer.tensors() | {"bias": bias_E}
 
 
 def _numbers(terms: Tensor, outcome: Any) -> dict[str, float]:

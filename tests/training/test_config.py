@@ -223,11 +223,6 @@ def test_processes_that_leave_too_few_rows_for_rounding_are_refused(file):
         make_plan(config, 4, cuda=False)
 
 
-def test_what_one_process_alone_can_do_is_a_mistake_of_the_config(file):
-    with pytest.raises(ConfigError, match=r"router\.revive_after=5 works in one process only"):
-        make_plan(load_config(file, ["router.revive_after=5"]), 2, cuda=False)
-
-
 @pytest.mark.parametrize("section", ["num_hidden_layers: 3", "lr: 1e-3", "learning-rate: 1"])
 def test_a_key_one_level_too_high_names_its_section(tmp_path, file, section):
     path = tmp_path / "high.yaml"
@@ -419,17 +414,3 @@ def test_mistakes_end_a_program_with_code_2_in_one_line(file):
     assert done.returncode == 2
     assert done.stderr == "error: optim.lr='x' must be a number\n"
     assert done.stdout == ""
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["router.revive_after=5", "router.gradient=dense", "router.gradient=default"],
-)
-def test_what_needs_whole_experts_is_refused_on_several_processes(word, tiny_config):
-    config = load_config(tiny_config, [word])
-    make_plan(config, world_size=1, cuda=False)
-    key, _, value = word.partition("=")
-    with pytest.raises(ValueError, match="in one process only") as caught:
-        make_plan(config, world_size=2, cuda=False)
-    assert f"{key}=" in str(caught.value)
-    assert value in str(caught.value)
