@@ -152,26 +152,37 @@ def bench_ours(args, config: Config, plan: Plan, tokenizer, steps, balanced: boo
         "balanced routing" if balanced else "real routing", seconds, tokens, config, device
     )
     if args.profile and device.type == "cuda" and not balanced:
-        row["profile_ms"] = profile(step)
+        row["profile"] = profile(step)
     return row
 
 
-def profile(step) -> dict[str, float]:
-    """Milliseconds of one step by kernel name, the largest first."""
+def profile(step) -> dict:
+    """Device time of one step by kernel, the largest first, and the time without any."""
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         step(0)
         torch.cuda.synchronize()
-    spent: dict[str, float] = {}
+    kernels: dict[str, list[float]] = {}  # name → milliseconds, calls
+    spans = []
     for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = event.name.split("<")[0].split("(")[0][:70]
-            spent[name] = spent.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
-    spent = dict(sorted(spent.items(), key=lambda item: -item[1]))
-    total = sum(spent.values())
-    print(f"  kernels of one step: {total:.1f} ms")
-    for name, ms in list(spent.items())[:25]:
-        print(f"  {ms:9.2f} ms {ms / total:6.1%}  {name}")
-    return spent
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        entry = kernels.setdefault(event.name[:200], [0.0, 0])
+        entry[0] += event.time_range.elapsed_us() / 1e3
+        entry[1] += 1
+        spans.append((event.time_range.start, event.time_range.end))
+    busy, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy += max(stop - max(start, end), 0.0) / 1e3
+        end = max(end, stop)
+    first = min(start for start, _ in spans)
+    kernels = dict(sorted(kernels.items(), key=lambda item: -item[1][0]))
+    idle = (end - first) / 1e3 - busy
+    print(f"  one step: {busy:.1f} ms of kernels, {idle:.1f} ms between them")
+    for name, (ms, calls) in list(kernels.items())[:30]:
+        short = name.removeprefix("void ").split("(")[0][:60]
+        print(f"  {ms:8.2f} ms {ms / busy:6.1%} {calls:5d} x  {short}")
+    return {"kernels": kernels, "busy_ms": busy, "idle_ms": idle}
 
 
 def bench_peer(args, config: Config, plan: Plan, tokenizer, steps) -> dict:
