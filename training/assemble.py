@@ -29,7 +29,7 @@ from training.config_load import ConfigError
 from training.device import restore_rng, rng_bytes, seed_all
 from training.exactness import last_acting_step
 from training.health import RoutingHealth
-from training.optim import TERMS, Group, MasterAdamW, StepGuard, parameter_groups
+from training.optim import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
 from training.schedule import top_k_schedule
 from training.weights import load_initial_shards, load_initial_weights
 
@@ -223,6 +223,8 @@ def _whole(config: Config, model: Decoder) -> Trainee:
         clip_norm=optim.clip_norm,
         spike_factor=optim.spike_factor,
         on_nonfinite=optim.on_nonfinite,
+        states=States(DTYPES[optim.weights], DTYPES[optim.moments]),
+        seed=config.run.seed,
     )
     return Trainee(model, model, optimizer)
 

@@ -544,7 +544,7 @@ def read_weights(folder: Path, names: list[str] | None = None) -> dict[str, Tens
     sampling.
 
     Args:
-        names: only these; default all. Parameters are float32 (the master weights).
+        names: only these; default all. Parameters come as the optimizer kept them.
     """
     shapes: dict[str, list[int]] = read_state(folder)["shapes"]
     stored = stored_tensors(folder)

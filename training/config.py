@@ -36,6 +36,7 @@ from training.config_base import Count, Fraction, Positive, Section
 from training.config_checks import (
     check_combinations,
     check_rounding,
+    check_states,
     refuse_useless,
     router_defaults,
 )
@@ -184,6 +185,11 @@ class OptimConfig(Section):
     """Learning rate at the end, as a part of the peak."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of all gradients together; empty: no clipping."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """What AdamW updates of a bfloat16 model: float32 master weights, or the model's own weights,
+    with updates rounded up or down at random so that they are right in the mean."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Form of AdamW's two moments of a bfloat16 model; bfloat16 is rounded at random likewise."""
     router_lr_multiplier: Annotated[float, Field(gt=0)] = 1.0
     """Learning rate of the routers, as a multiple of `optim.lr`."""
     router_weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -206,7 +212,7 @@ class TrainConfig(Section):
     micro_batch_size: Positive = 8
     """Most rows of one forward pass in one process; where few rows are left for each, fewer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of matrix products; master weights are float32. auto: bfloat16 on CUDA."""
+    """Precision of the model's weights and of matrix products. auto: bfloat16 on CUDA."""
     compile: Literal["auto"] | bool = "auto"
     """torch.compile of the blocks. auto: on CUDA, but not under DeepSpeed."""
     checkpointing: Literal["none", "selective", "full"] = "none"
@@ -495,6 +501,7 @@ def make_plan(
             "here: auto, reference, spmm"
         )
     dtype = train.dtype if train.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    check_states(config, dtype, world_size)
     mesh, engine, exchange = plan_layout(
         config.parallel, config.model.config, world_size, device, hosts
     )

@@ -340,3 +340,22 @@ def check_rounding(config: Config, rows: int) -> None:
             f"router.rounding_min_tiles={router.rounding_min_tiles} is more than an expert can "
             f"get of a micro-batch of {tokens} tokens; allowed: 0 to {most}"
         )
+
+
+def check_states(config: Config, dtype: str, world_size: int) -> None:
+    """ConfigError for narrow optimizer states where there are none: of a model that is not narrow
+    itself, and under the sharding engines, whose AdamW is their own."""
+    for place in ("optim.weights", "optim.moments"):
+        value, default = _field(config, place)
+        if value == default:
+            continue
+        if world_size > 1:
+            raise ConfigError(
+                f"{place}={value!r} works in one process only, and this run has {world_size}; "
+                f"allowed: {default}"
+            )
+        if dtype != "bfloat16":
+            raise ConfigError(
+                f"{place}={value!r} needs a bfloat16 model, and this run computes in {dtype}: "
+                "set train.dtype=bfloat16, or leave it out"
+            )

@@ -213,11 +213,13 @@ def _whole(config: Config, plan: Plan) -> dict[str, int]:
     model = build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")
     padded = [(-(-p.numel() // ALIGN) * ALIGN, p) for p in model.parameters()]
     elements = sum(size for size, _ in padded)
+    narrow = sum(size for size, p in padded if p.dtype != torch.float32)
+    optim = config.optim
     return {
         "weights": sum(size * parameter.element_size() for size, parameter in padded),
         "gradients": 4 * elements,
-        "masters": sum(4 * size for size, p in padded if p.dtype != torch.float32),
-        "moments": 8 * elements,
+        "masters": 4 * narrow if optim.weights == "float32" else 0,
+        "moments": 8 * (elements - narrow) + 2 * DTYPES[optim.moments].itemsize * narrow,
     }
 
 

@@ -3,16 +3,21 @@
 Every parameter group lives in flat buffers:
 
     gradient   float32, one buffer for all groups: one all-reduce, one norm, one fill with zeros
-    master     float32, one per group: what AdamW updates. A float32 parameter *is* a piece of it;
-               a bfloat16 one is a rounded copy (a step of 6e-4 is lost on a bfloat16 weight of 1)
-    moments    float32, two per group, inside torch.optim.AdamW
+    master     one per group: what AdamW updates. A float32 parameter *is* a piece of it; a bfloat16
+               one is a rounded copy of a float32 master (a step of 6e-4 is lost on a bfloat16
+               weight of 1), or with `States(weights=bfloat16)` its own master, and every update is
+               rounded up or down at random so that its mean is exact
+    moments    two per group, float32, or bfloat16 rounded likewise
+
+Parameters that are float32 in a bfloat16 model (the routers) always keep float32 states. Bytes per
+parameter of a bfloat16 model: 2 + 4 + 8 + 4 of gradient; with bfloat16 weights and moments 2 + 4
++ 4 of gradient.
 
 Gradients of micro-batches are added in float32: a hook moves each bfloat16 gradient into the buffer
 as soon as autograd has finished it, so never more than a layer's gradients exist twice.
 
-Whether a step is applied is decided on the device (`StepGuard`): the fused AdamW kernel takes
-`found_inf` and then leaves weights, moments and its step count alone. No value is read back to the
-host.
+Whether a step is applied is decided on the device (`StepGuard`): `training.adamw` then leaves
+weights and moments alone, and the count of updates stays. No value is read back to the host.
 
 Shape letters: P elements of one group's flat buffer, padded so that every parameter starts at a
 multiple of `ALIGN`.
@@ -27,6 +32,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from training.adamw import Rates, adamw, buffer_seed, rates_numbers
 
 # Elements; 256 bytes in float32, 128 in bfloat16: the most that TMA and vector loads ask for.
 ALIGN = 64
@@ -196,10 +203,19 @@ class StepGuard:
         return Outcome(norm, skipped, reason)
 
 
+@dataclass(frozen=True)
+class States:
+    """Precision of what AdamW keeps of a bfloat16 model; bfloat16: stochastically rounded."""
+
+    weights: torch.dtype = torch.float32
+    """bfloat16: no master weights beside the model's own."""
+    moments: torch.dtype = torch.float32
+
+
 class _Flat:
     """The flat buffers of one group and the place of each parameter in them."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, states: States) -> None:
         self.group = group
         self.places: dict[str, tuple[int, int]] = {}  # name → first element, count
         size = 0
@@ -208,18 +224,23 @@ class _Flat:
             size += -(-parameter.numel() // ALIGN) * ALIGN
         self.size = size
         first = next(iter(group.parameters.values()))
-        self.copy: Tensor | None = None  # the parameters themselves, where they are not float32
+        self.copy: Tensor | None = None  # the parameters themselves, where a master is kept beside
         own = torch.zeros(size, dtype=first.dtype, device=first.device)
         for name, parameter in group.parameters.items():
             start, count = self.places[name]
             piece = own[start : start + count]
             piece.copy_(parameter.detach().reshape(-1))
             parameter.data = piece.view(parameter.shape)
-        if first.dtype == torch.float32:
-            self.master = nn.Parameter(own)
+        narrow = first.dtype == torch.bfloat16
+        if first.dtype == torch.float32 or (narrow and states.weights == torch.bfloat16):
+            self.master = own
         else:
             self.copy = own
-            self.master = nn.Parameter(own.float())
+            self.master = own.float()
+        moments = states.moments if narrow else torch.float32
+        self.exp_avg = torch.zeros(size, dtype=moments, device=first.device)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.gradient: Tensor = own.new_empty(0)  # a piece of the buffer for all groups
 
     def pieces(self, flat: Tensor) -> dict[str, Tensor]:
         """Name → that parameter's piece of a flat tensor of this group, one-dimensional."""
@@ -251,8 +272,14 @@ class MasterAdamW:
         clip_norm: float | None = 1.0,
         spike_factor: float | None = None,
         on_nonfinite: str = "skip",
+        states: States = States(),
+        seed: int = 0,
     ) -> None:
         """
+        Args:
+            states: precision of master weights and moments.
+            seed: of stochastic rounding.
+
         Raises:
             ValueError: no groups, or a parameter that is in two of them.
         """
@@ -263,9 +290,11 @@ class MasterAdamW:
                 f"ones: each must be in exactly one group"
             )
         self.groups = groups
+        self.betas, self.eps = (betas[0], betas[1]), eps
         self.clip_norm = clip_norm
         self.routers_frozen = False  # True: steps leave the routers' weights alone
-        self.flats = [_Flat(group) for group in groups]
+        self.flats = [_Flat(group, states) for group in groups]
+        self.seeds = [buffer_seed(seed, number) for number in range(len(groups))]
         device = self.flats[0].master.device
         size = sum(flat.size for flat in self.flats)
         # Gradients of all groups, then the loss terms: one fill forgets everything.
@@ -273,34 +302,24 @@ class MasterAdamW:
         self.terms = self.gradient[size:]
         self.group_norms = torch.zeros(len(groups), device=device)
         """Norm of each group's gradient in the last step, before clipping."""
+        self.updates = torch.zeros((), device=device)
+        """Steps that were applied."""
+        self.group_lrs = torch.zeros(len(groups), device=device)
+        """Learning rate of each group in the next update: on the device, so that a captured step
+        finds it there."""
         start = 0
         for flat in self.flats:
-            flat.master.grad = self.gradient[start : start + flat.size]
+            flat.gradient = self.gradient[start : start + flat.size]
             start += flat.size
             self._collect_gradients(flat)
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": [flat.master], "weight_decay": flat.group.weight_decay}
-                for flat in self.flats
-            ],
-            betas=tuple(betas),
-            eps=eps,
-            fused=True,
-        )
-        for flat in self.flats:  # now and not at the first step: a checkpoint is loaded into them
-            self.adamw.state[flat.master] = {
-                "step": torch.zeros((), device=device),
-                "exp_avg": torch.zeros_like(flat.master),
-                "exp_avg_sq": torch.zeros_like(flat.master),
-            }
         self.guard = StepGuard(device, spike_factor, stop=on_nonfinite == "stop")
 
     @staticmethod
     def _collect_gradients(flat: _Flat) -> None:
-        pieces = flat.pieces(flat.master.grad)
+        pieces = flat.pieces(flat.gradient)
         for name, parameter in flat.group.parameters.items():
             piece = pieces[name].view(parameter.shape)
-            if flat.copy is None:
+            if parameter.dtype == torch.float32:
                 parameter.grad = piece  # autograd adds into it in place
                 continue
 
@@ -325,36 +344,42 @@ class MasterAdamW:
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the summed gradients by name, flat, between the last backward and `step`."""
-        pieces = [flat.pieces(flat.master.grad.clone()) for flat in self.flats]
+        pieces = [flat.pieces(flat.gradient.clone()) for flat in self.flats]
         return {name: piece for part in pieces for name, piece in part.items()}
 
-    @torch.no_grad()
     def step(self, lr: float) -> Outcome:
         """Clip by the global norm and update, unless the guard says no; no host sync.
 
         Args:
             lr: learning rate before the groups' multipliers.
         """
-        torch.stack([_norm(flat.master.grad) for flat in self.flats], out=self.group_norms)
+        self.set_lr(lr)
+        return self.update()
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next `update`."""
+        for number, group in enumerate(self.groups):
+            frozen = self.routers_frozen and group.name.startswith(ROUTER)
+            self.group_lrs[number].fill_(0.0 if frozen else lr * group.lr_multiplier)
+
+    @torch.no_grad()
+    def update(self) -> Outcome:
+        """`step` with the learning rate that was set; the same work on the device every time."""
+        torch.stack([_norm(flat.gradient) for flat in self.flats], out=self.group_norms)
         norm = torch.linalg.vector_norm(self.group_norms)
         outcome = self.guard.judge(norm, self.terms)
-        # The fused kernel divides gradients by grad_scale and does nothing where found_inf is 1.
-        scale = torch.ones_like(norm)
+        keep = 1 - outcome.skipped
+        self.updates.add_(keep)
+        divisor = torch.ones_like(norm)
         if self.clip_norm is not None:
-            scale = torch.clamp(norm / self.clip_norm, min=1.0)
-        self.adamw.grad_scale = scale
-        self.adamw.found_inf = outcome.skipped
-        for group, flat in zip(self.adamw.param_groups, self.flats):
-            frozen = self.routers_frozen and flat.group.name.startswith(ROUTER)
-            group["lr"] = 0.0 if frozen else lr * flat.group.lr_multiplier
-        self.adamw.step()
-        self._round_to_model()
+            divisor = torch.clamp(norm / self.clip_norm, min=1.0)
+        for flat, lr, seed in zip(self.flats, self.group_lrs, self.seeds):
+            numbers = rates_numbers(
+                lr, flat.group.weight_decay, self.betas, self.updates, divisor, keep
+            )
+            rates = Rates(numbers, self.betas, self.eps, seed)
+            adamw(flat.master, flat.copy, flat.exp_avg, flat.exp_avg_sq, flat.gradient, rates)
         return outcome
-
-    def _round_to_model(self) -> None:
-        for flat in self.flats:
-            if flat.copy is not None:
-                flat.copy.copy_(flat.master)
 
     def lrs(self, lr: float) -> tuple[float, float | None]:
         """Learning rate of the weights and of the routers (None without routers)."""
@@ -368,21 +393,19 @@ class MasterAdamW:
     def tensors(self) -> dict[str, Tensor]:
         """Everything to save, by logical names that know nothing of groups; views to load into.
 
-        `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`: float32, one-dimensional (the tensor of
-        the whole model flattened, whichever part of it a process holds). `adam_step` and `guard/…`:
-        scalars.
+        `weights/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`: one-dimensional (the tensor of the whole
+        model flattened, whichever part of it a process holds), in the dtype they are kept in.
+        `adam_step` and `guard/…`: scalars.
         """
         found: dict[str, Tensor] = {}
         for flat in self.flats:
-            state = self.adamw.state[flat.master]
             for kind, buffer in (
-                ("weights", flat.master.detach()),
-                ("exp_avg", state["exp_avg"]),
-                ("exp_avg_sq", state["exp_avg_sq"]),
+                ("weights", flat.master),
+                ("exp_avg", flat.exp_avg),
+                ("exp_avg_sq", flat.exp_avg_sq),
             ):
                 found |= {f"{kind}/{name}": piece for name, piece in flat.pieces(buffer).items()}
-        # All groups step together, so one count stands for all; `loaded` spreads it again.
-        found["adam_step"] = self.adamw.state[self.flats[0].master]["step"]
+        found["adam_step"] = self.updates
         return found | {f"guard/{name}": tensor for name, tensor in self.guard.state().items()}
 
     def shapes(self) -> dict[str, list[int]]:
@@ -396,21 +419,16 @@ class MasterAdamW:
     @torch.no_grad()
     def loaded(self) -> None:
         """Call it after the tensors of `tensors` were filled: the rest follows them."""
-        step = self.adamw.state[self.flats[0].master]["step"]
-        for flat in self.flats[1:]:
-            self.adamw.state[flat.master]["step"].copy_(step)
-        self._round_to_model()
+        for flat in self.flats:
+            if flat.copy is not None:
+                flat.copy.copy_(flat.master)
 
     def all_finite(self) -> Tensor:
         """Whether all weights and moments are finite: a boolean scalar on the device."""
         # A sum is finite only if every element is (or it overflows, as bad); no mask is built.
         sums = [
-            buffer.sum()
+            buffer.sum(dtype=torch.float32)
             for flat in self.flats
-            for buffer in (flat.master.detach(), *self._moments(flat))
+            for buffer in (flat.master, flat.exp_avg, flat.exp_avg_sq)
         ]
         return torch.isfinite(torch.stack(sums)).all()
-
-    def _moments(self, flat: _Flat) -> tuple[Tensor, Tensor]:
-        state = self.adamw.state[flat.master]
-        return state["exp_avg"], state["exp_avg_sq"]

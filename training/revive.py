@@ -66,7 +66,7 @@ def revive(
     seed: int,
     step: int,
 ) -> None:
-    """Make the copies, in the float32 master weights, the moments, and the model.
+    """Make the copies, in the master weights, the moments, and the model.
 
     All processes call it alike; a row that they share is put together and each keeps its part.
 

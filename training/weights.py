@@ -1,7 +1,7 @@
 """Models out of checkpoints, without a run: for export, generation and for starting another run.
 
 A checkpoint holds the model's config.json and the tokenizer, so nothing of the training config is
-needed. Weights are the float32 master weights, whatever dtype the run computed in.
+needed. Weights are those that the optimizer keeps: float32 masters, or bfloat16.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from training.config import load_config, make_plan
 from training.memory import Allocations, activation_bytes, process_memory, replay
-from training.optim import MasterAdamW, parameter_groups
+from training.optim import MasterAdamW, States, parameter_groups
 
 SMALL = ModelConfig(
     family="qwen3_moe",
@@ -63,24 +63,24 @@ def write(tmp_path, **train):
     return path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_states_are_the_optimizers_buffers(tmp_path, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "narrow"),
+    [("float32", []), ("bfloat16", []), ("bfloat16", ["weights"]), ("bfloat16", ["moments"])],
+)
+def test_states_are_the_optimizers_buffers(tmp_path, dtype, narrow, monkeypatch):
     monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
-    config = load_config(write(tmp_path), [f"train.dtype={dtype}"])
+    words = [f"train.dtype={dtype}", *(f"optim.{kind}=bfloat16" for kind in narrow)]
+    config = load_config(write(tmp_path), words)
     memory = process_memory(config, make_plan(config, cuda=False))
     model = build_model(SMALL, dtype=getattr(torch, dtype))
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
-    optimizer = MasterAdamW(groups)
+    states = States(**dict.fromkeys(narrow, torch.bfloat16))
+    optimizer = MasterAdamW(groups, states=states)
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
     }
     weights = sum(storages.values())
-    moments = sum(
-        tensor.nbytes
-        for flat in optimizer.flats
-        for key, tensor in optimizer.adamw.state[flat.master].items()
-        if key != "step"
-    )
+    moments = sum(flat.exp_avg.nbytes + flat.exp_avg_sq.nbytes for flat in optimizer.flats)
     masters = sum(flat.master.nbytes for flat in optimizer.flats if flat.copy is not None)
     assert memory.weights == weights
     assert memory.moments == moments

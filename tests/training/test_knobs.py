@@ -32,6 +32,9 @@ COMBINATIONS = {
         "router.jitter=0.2", "router.rounding=stochastic", *ROUNDED, "train.checkpointing=full",
         "router.sample_temperature=1",
     ],
+    "bfloat16 states, rounded at random": [
+        "train.dtype=bfloat16", "optim.weights=bfloat16", "optim.moments=bfloat16",
+    ],
     "revived, average": [
         "router.revive_after=1", "router.init_std=5", "router.ema=0.9", FREE,
         "checkpoint.every_steps=1",

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from training.optim import DECAYED, Group, MasterAdamW, group_table, parameter_groups
+from training.optim import (
+    DECAYED,
+    Group,
+    MasterAdamW,
+    States,
+    group_table,
+    parameter_groups,
+)
 
 
 class Block(nn.Module):
@@ -224,6 +231,38 @@ def test_bfloat16_weights_move_by_their_float32_masters():
     assert torch.equal(weight.detach(), master.bfloat16())
 
 
+def test_narrow_states_are_those_of_bfloat16_parameters_alone():
+    model = Model(torch.bfloat16)
+    optimizer = build(model, states=NARROW, seed=3)
+    optimizer.zero_grad()
+    fill_gradients(model)
+    optimizer.step(0.01)
+    tensors = optimizer.tensors()
+    for name, parameter in model.named_parameters():
+        for kind in ("weights", "exp_avg", "exp_avg_sq"):
+            assert tensors[f"{kind}/{name}"].dtype == parameter.dtype, (kind, name)
+        assert torch.equal(tensors[f"weights/{name}"].view(parameter.shape), parameter)
+    assert tensors["weights/layers.0.router"].dtype == torch.float32
+    assert len(set(optimizer.seeds)) == len(optimizer.flats)
+
+
+def test_stochastic_rounding_follows_the_seed_and_the_step():
+    def run(seed: int, steps: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Model(torch.bfloat16)
+        optimizer = build(model, states=NARROW, seed=seed)
+        for step in range(steps):
+            optimizer.zero_grad()
+            fill_gradients(model, seed=step)
+            optimizer.step(1e-3)
+        return torch.cat(
+            [tensor.float() for tensor in optimizer.tensors().values() if tensor.dim()]
+        )
+
+    assert torch.equal(run(1, 3), run(1, 3))
+    assert not torch.equal(run(1, 3), run(2, 3))
+
+
 def test_bfloat16_gradients_of_micro_batches_add_up_in_float32():
     """256 + 64 times 1: bfloat16 sums stop at 256."""
     weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
@@ -337,11 +376,17 @@ def test_stop_policy_holds_the_weights_until_the_host_looks():
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_moves_to_another_optimizer_bit_for_bit(dtype):
+NARROW = States(torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "states"),
+    [(torch.float32, States()), (torch.bfloat16, States()), (torch.bfloat16, NARROW)],
+)
+def test_state_moves_to_another_optimizer_bit_for_bit(dtype, states):
     torch.manual_seed(0)
     model = Model(dtype)
-    optimizer = build(model, router_lr_multiplier=0.1)
+    optimizer = build(model, router_lr_multiplier=0.1, states=states)
     for step in range(3):
         optimizer.zero_grad()
         fill_gradients(model, seed=step)
@@ -350,7 +395,7 @@ def test_state_moves_to_another_optimizer_bit_for_bit(dtype):
 
     torch.manual_seed(1)
     other_model = Model(dtype)
-    other = build(other_model, router_lr_multiplier=0.1)
+    other = build(other_model, router_lr_multiplier=0.1, states=states)
     for name, tensor in other.tensors().items():
         tensor.copy_(saved[name])
     other.loaded()
