@@ -14,7 +14,8 @@ parameter of a bfloat16 model: 2 + 4 + 8 + 4 of gradient; with bfloat16 weights 
 + 4 of gradient.
 
 Gradients of micro-batches are added in float32: a hook moves each bfloat16 gradient into the buffer
-as soon as autograd has finished it, so never more than a layer's gradients exist twice.
+as soon as autograd has finished it, so never more than a layer's gradients exist twice. The first
+one of a step overwrites the buffer, so nothing is filled with zeros that is written anyway.
 
 Whether a step is applied is decided on the device (`StepGuard`): `training.adamw` then leaves
 weights and moments alone, and the count of updates stays. No value is read back to the host.
@@ -69,6 +70,10 @@ class Group:
     @property
     def count(self) -> int:
         return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.parameters.values())).dtype
 
     @property
     def metric(self) -> str:
@@ -131,7 +136,7 @@ def group_table(
             "tensors": len(group.parameters),
             "parameters": group.count,
             "placement": placement(group.name),
-            "dtype": str(next(iter(group.parameters.values())).dtype).removeprefix("torch."),
+            "dtype": str(group.dtype).removeprefix("torch."),
             "lr": lr * group.lr_multiplier,
             "weight_decay": group.weight_decay,
         }
@@ -300,6 +305,9 @@ class MasterAdamW:
         # Gradients of all groups, then the loss terms: one fill forgets everything.
         self.gradient = torch.zeros(size + len(TERMS), device=device)
         self.terms = self.gradient[size:]
+        self._stale: dict[nn.Parameter, Tensor] = {}
+        """Pieces of the gradient that hold the last step's, by parameters without one in this."""
+        self._narrow: dict[nn.Parameter, Tensor] = {}
         self.group_norms = torch.zeros(len(groups), device=device)
         """Norm of each group's gradient in the last step, before clipping."""
         self.updates = torch.zeros((), device=device)
@@ -314,24 +322,37 @@ class MasterAdamW:
             self._collect_gradients(flat)
         self.guard = StepGuard(device, spike_factor, stop=on_nonfinite == "stop")
 
-    @staticmethod
-    def _collect_gradients(flat: _Flat) -> None:
+    def _collect_gradients(self, flat: _Flat) -> None:
         pieces = flat.pieces(flat.gradient)
         for name, parameter in flat.group.parameters.items():
             piece = pieces[name].view(parameter.shape)
             if parameter.dtype == torch.float32:
                 parameter.grad = piece  # autograd adds into it in place
-                continue
+            else:
+                self._narrow[parameter] = piece
+                parameter.register_post_accumulate_grad_hook(self._collect)
 
-            def add(parameter: nn.Parameter, piece: Tensor = piece) -> None:
-                piece.add_(parameter.grad)
-                parameter.grad = None
-
-            parameter.register_post_accumulate_grad_hook(add)
+    def _collect(self, parameter: nn.Parameter) -> None:
+        stale = self._stale.pop(parameter, None)
+        if stale is None:
+            self._narrow[parameter].add_(parameter.grad)
+        else:
+            stale.copy_(parameter.grad)
+        parameter.grad = None
 
     def zero_grad(self) -> None:
         """Forget gradients and loss terms of the last step."""
-        self.gradient.zero_()
+        self._stale = dict(self._narrow)
+        for flat in self.flats:
+            if flat.group.dtype == torch.float32:
+                flat.gradient.zero_()
+        self.terms.zero_()
+
+    def _clear_stale(self) -> None:
+        """Zeros for parameters that got no gradient in this step."""
+        for piece in self._stale.values():
+            piece.zero_()
+        self._stale = {}
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch, as sharding engines need it; nothing
@@ -344,6 +365,7 @@ class MasterAdamW:
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the summed gradients by name, flat, between the last backward and `step`."""
+        self._clear_stale()
         pieces = [flat.pieces(flat.gradient.clone()) for flat in self.flats]
         return {name: piece for part in pieces for name, piece in part.items()}
 
@@ -365,6 +387,7 @@ class MasterAdamW:
     @torch.no_grad()
     def update(self) -> Outcome:
         """`step` with the learning rate that was set; the same work on the device every time."""
+        self._clear_stale()
         torch.stack([_norm(flat.gradient) for flat in self.flats], out=self.group_norms)
         norm = torch.linalg.vector_norm(self.group_norms)
         outcome = self.guard.judge(norm, self.terms)

@@ -70,6 +70,7 @@ def test_a_skipped_step_leaves_no_trace():
     before = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
     parameters = copy.deepcopy(dict(model.named_parameters()))
     optimizer.zero_grad()
+    sum(parameter.float().sum() for parameter in model.parameters()).backward()
     optimizer.gradient[7] = float("nan")
     outcome = optimizer.step(0.01)
     assert outcome.skipped.item() == 1 and outcome.reason.item() == 1

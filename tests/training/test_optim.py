@@ -273,6 +273,26 @@ def test_bfloat16_gradients_of_micro_batches_add_up_in_float32():
     assert optimizer.gradient[0] == 320
 
 
+def test_a_parameter_without_gradient_keeps_none_of_the_last_step():
+    """The buffer is not filled with zeros; each step's first gradient overwrites it."""
+    model = Model(torch.bfloat16)
+    optimizer = build(model, clip_norm=None)
+    optimizer.zero_grad()
+    fill_gradients(model)
+    before = optimizer.gradients()
+    assert all(gradient.any() for gradient in before.values())
+    optimizer.step(0.01)
+    optimizer.zero_grad()
+    for _ in range(2):
+        (model.norm.float().sum() + model.layers[0].router.sum()).backward()
+    after = optimizer.gradients()
+    seen = {"norm", "layers.0.router"}
+    for name, gradient in after.items():
+        assert torch.equal(gradient, torch.full_like(gradient, 2.0 if name in seen else 0.0)), name
+    want = sum(2.0**2 * after[name].numel() for name in seen) ** 0.5
+    assert optimizer.step(0.01).grad_norm.item() == pytest.approx(want)
+
+
 def test_weight_decay_and_multiplier_act_on_the_router_alone():
     model = Model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
