@@ -40,7 +40,8 @@ def build_model(
     Args:
         config: the architecture.
         kernels: implementation of the expert layers: auto, hopper, triton or reference.
-        save: what expert layers keep for backward: "h" pre-activations, "x" only their input.
+        save: what expert layers keep for backward: "h" pre-activations, "fp8_h" the same in
+            float8, "x" only their input.
         dtype: of the weights. Routers stay fp32 whatever it is (fp64 in an fp64 model).
         device: "meta" gives a model without memory, e.g. to count parameters.
         seed: of the initial weights; None leaves memory as it comes, for weights loaded next.

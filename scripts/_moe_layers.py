@@ -239,6 +239,7 @@ def liger(shape, route: Route) -> Layer:
 PEERS: dict[str, Callable] = {
     "tessera": ours,
     "tessera triton": functools.partial(ours, backend="triton"),
+    "tessera save=fp8_h": functools.partial(ours, save="fp8_h"),
     "tessera save=x": functools.partial(ours, save="x"),
     "grouped_mm": functools.partial(torch_grouped, compiled=False),
     "grouped_mm compiled": functools.partial(torch_grouped, compiled=True),

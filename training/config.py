@@ -115,9 +115,10 @@ class ModelSection(Section):
     kernels: Literal["auto", "hopper", "triton", "reference", "spmm"] = "auto"
     """Implementation of the expert layers. auto: on CUDA Triton, or kernels for Hopper where they
     can run; plain PyTorch elsewhere; spmm: products of sparse matrices, for comparison."""
-    save: Literal["h", "x"] = "h"
-    """What an expert layer keeps for its backward pass: its pre-activations (h), or only its input
-    (x), which is less memory and one more matrix product."""
+    save: Literal["h", "fp8_h", "x"] = "h"
+    """What an expert layer keeps for its backward pass: its pre-activations (h), a float8 copy of
+    them (fp8_h: half the memory, gradients 2 to 3 % off, bfloat16 only), or only its input (x),
+    which is least memory and one more matrix product."""
     config: ModelConfig = Field(repr=False)
     """The architecture, resolved from the remaining keys, `hf_config` and `init_from`."""
 
@@ -502,6 +503,11 @@ def make_plan(
         )
     dtype = train.dtype if train.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     check_states(config, dtype, world_size)
+    if config.model.save == "fp8_h" and dtype != "bfloat16":
+        raise ConfigError(
+            f"model.save='fp8_h' needs train.dtype='bfloat16', this run's is {dtype!r}; allowed "
+            "here: h, x"
+        )
     mesh, engine, exchange = plan_layout(
         config.parallel, config.model.config, world_size, device, hosts
     )

@@ -16,6 +16,7 @@ from moe.experts import experts, permuted_experts
 from moe.kernels import _tiles
 from moe.kernels._tiles import Config
 from moe.kernels.activations import WIDTH
+from moe.kernels.float8_rows import from_float8, to_float8
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -26,6 +27,7 @@ from tests.moe.kernels.grouped_cases import (
     operands,
     ragged_routing,
     random,
+    relative_error,
     run_experts,
     topk_routing,
     weights,
@@ -42,6 +44,35 @@ def _no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _compare = functools.partial(compare, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_h_in_float8(backend: str):
+    """The output stays exact, gradients move by the error of float8; auto takes Hopper's."""
+    routing = topk_routing(900, 4, 2, device="cuda")
+    values = operands(routing, 264, 136)
+    dout = random(900, 264, dtype=BF16, device="cuda")
+    with nan_memory():
+        exact = run_experts(values, routing, dout, backend=backend)
+        got = run_experts(values, routing, dout, backend=backend, save="fp8_h")
+    wide = {k: t.detach().float().requires_grad_() for k, t in values.items()}
+    want = run_experts(wide, routing, dout, backend="reference")
+    assert torch.equal(got["out"], exact["out"])
+    for name in values:
+        error = relative_error(got[name], want[name])
+        assert BOUND[BF16] < error < 5e-2, (name, error)
+
+
+@pytest.mark.parametrize("width", [40, 512, 5000])
+def test_float8_rows_equal_the_reference(width: int):
+    x = random(300, width, dtype=BF16, device="cuda")
+    x[0] = 0
+    (q, scale), (want, want_scale) = to_float8(x, backend="triton"), to_float8(x)
+    torch.testing.assert_close(scale, want_scale, rtol=3e-7, atol=0)
+    same = q.view(torch.uint8) == want.view(torch.uint8)
+    assert same.float().mean() > 0.999  # the GPU's quotients may differ in their last bit
+    back = from_float8(q, scale, BF16, backend="triton")
+    assert torch.equal(back, from_float8(q, scale, BF16))
 
 
 @pytest.mark.parametrize(

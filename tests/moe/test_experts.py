@@ -119,6 +119,23 @@ def test_kernels_end_to_end(options: dict):
     _compare(topk_routing(33, 4, 2, holes=True), 40, 24, backend="triton", **options)
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
+def test_h_in_float8_moves_only_gradients_and_those_little(backend: str):
+    routing = topk_routing(48, 4, 2)
+    values = _operands(routing, 64, 32, torch.float16)
+    dout = random(48, 64, dtype=torch.float16)
+    with _tiles.forced(**SMALL), nan_memory():
+        exact, got = (
+            _run(values, routing, dout, save=save, backend=backend) for save in ("h", "fp8_h")
+        )
+    wide = {k: t.detach().double().requires_grad_() for k, t in values.items()}
+    want = _run(wide, routing, dout.double(), experts_by_hand, activation="swiglu")
+    assert torch.equal(got["out"], exact["out"])
+    for name in values:
+        error = (got[name].double() - want[name]).norm() / want[name].norm()
+        assert 3e-3 < error < 5e-2, (name, error.item())
+
+
 def test_finite_differences():
     routing = topk_routing(4, 3, 2)
     values = _operands(routing, 3, 2, bias=True)
@@ -270,10 +287,13 @@ def test_only_a_bias(free: str):
     assert sorted(ran.names) == expected[free]
 
 
-@pytest.mark.parametrize("save", ["h", "x"])
+@pytest.mark.parametrize("save", ["h", "fp8_h", "x"])
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
 def test_kept_for_backward(save: str, backend: str):
-    """X, H, gates, weights and int32 indices: 2TD + 4TKN bytes of 16-bit activations."""
+    """X, H, gates, weights and int32 indices: 2TD + 4TKN bytes of 16-bit activations.
+
+    In float8 H is half of that and four bytes a row more.
+    """
     T, D, N, E, K = 24, 16, 8, 4, 2
     routing = topk_routing(T, E, K)
     values = _operands(routing, D, N, torch.float16)
@@ -291,7 +311,8 @@ def test_kept_for_backward(save: str, backend: str):
     own = {values[k].data_ptr() for k in ("w1", "w2", "gates")}
     floating = [t for p, t in kept.items() if t.is_floating_point() and p not in own]
     size = sum(t.numel() * t.element_size() for t in floating)
-    assert size == 2 * T * D + (4 * T * K * N if save == "h" else 0)
+    h_bytes = {"h": 4 * T * K * N, "fp8_h": 2 * T * K * N + 4 * T * K, "x": 0}[save]
+    assert size == 2 * T * D + h_bytes
     others = [t for t in kept.values() if not t.is_floating_point()]
     assert {t.dtype for t in others} == {torch.int32}
     assert _run_forward.requires_grad
@@ -434,6 +455,8 @@ def test_operators_and_their_fakes_agree():
         ),
         (ops.bias_gradient, (x, token, gates, slot, offsets, "reference")),
         (ops.clear_rows, (torch.randn(20, 6), offsets, "reference")),
+        (ops.to_float8, (h, "reference")),
+        (ops.from_float8, (h.to(torch.float8_e4m3fn), gates, torch.float32, "reference")),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
 
@@ -445,7 +468,8 @@ def test_operators_and_their_fakes_agree():
     ("change", "message"),
     [
         ({"activation": "swish"}, "activation='swish' is unknown; allowed: swiglu"),
-        ({"save": "y"}, "save='y' is unknown; allowed: h, x"),
+        ({"save": "y"}, "save='y' is unknown; allowed: h, fp8_h, x"),
+        ({"save": "fp8_h"}, "save='fp8_h' cannot be: torch.float32 rows"),
         ({"backend": "cuda"}, "backend='cuda' is unknown"),
         ({"x": torch.zeros(4, 7)}, "x has width 7"),
         ({"x": torch.zeros(5, 6)}, "x_TD has 5 tokens, the routing was made for 4"),

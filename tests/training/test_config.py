@@ -203,6 +203,10 @@ PLANLESS = [
     ),
     ("model.kernels=triton", "model.kernels='triton' needs a CUDA device, this run is on cpu"),
     ("model.kernels=hopper", "allowed here: auto, reference, spmm"),
+    (
+        "model.save=fp8_h",
+        "model.save='fp8_h' needs train.dtype='bfloat16', this run's is 'float32'",
+    ),
 ]
 
 
