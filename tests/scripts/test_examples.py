@@ -1,6 +1,7 @@
-"""Every example config, made small: train a little, export, and get the same logits in
-transformers as in our evaluation mode."""
+"""Every example config and every arm of the sweeps, made small: train a little, export, and get the
+same logits in transformers as in our evaluation mode; or be refused, by the name of the setting."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def small(config: Path, folder: Path) -> list[str]:
         "model.eos_token_id=null",
         "model.pad_token_id=null",
         f"model.{inner}=8",
+        *(["model.first_k_dense_replace=0"] if own["family"] == "glm4_moe" else []),
         "model.max_position_embeddings=32",
         f"data.sources=[{{path: {folder}/text.txt, format: lines, name: text}}]",
         f"data.tokenizer={folder}/tokenizer",
@@ -67,16 +69,66 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_an_example_trains_exports_and_loads(config, inputs, script, tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
     monkeypatch.chdir(tmp_path)
     assert train.main([str(config), *small(config, inputs), "run.name=example"]) == 0
     latest = tmp_path / "runs" / "example" / "checkpoints" / "latest"
     assert script("export_hf").main([str(latest), str(tmp_path / "hf")]) == 0
+    compare(latest.resolve(), tmp_path / "hf")
 
-    ours = load_model(latest.resolve()).eval()
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+
+def compare(checkpoint: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours = load_model(checkpoint).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.randint(0, 288, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = ours(tokens, logits=True).logits.float()
         torch.testing.assert_close(theirs(tokens).logits, logits, rtol=1e-4, atol=1e-5)
+
+
+def arms() -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """Name → base config and words; one of those that differ in a number above 0 alone."""
+    found = {}
+    for path in sorted((ROOT / "configs" / "ablations").glob("*.yaml")):
+        sweep = yaml.safe_load(path.read_text())
+        for arm, own in sweep["arms"].items():
+            words = (*sweep.get("settings", ()), *own)
+            base, kind = (
+                path.parent / sweep["base"],
+                re.sub(r"=[\d.e-]*[1-9][\d.e-]*", "", str(words)),
+            )
+            found.setdefault((base, kind), (f"{path.stem}: {arm}", words))
+    return {name: (base, words) for (base, _), (name, words) in found.items()}
+
+
+ARMS = arms()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_an_arm_trains_and_is_exported_or_refused(arm, inputs, script, tmp_path, capsys):
+    """In evaluation mode, whatever the arm does while training."""
+    base, words = ARMS[arm]
+    # rounding in micro-batches of 64 tokens: the same mean tiles for each of the 32 experts
+    tiles = [
+        f"router.rounding_tile={int(word.partition('=')[2]) * 64 // 8192}"
+        for word in words
+        if word.startswith("router.rounding_tile")
+    ]
+    steps = 20 if "router.top_k_schedule=geometric" in words else 3
+    here = [f"run.dir={tmp_path}", "run.name=arm", f"train.steps={steps}", "eval.every_steps=null"]
+    given = [*small(base, inputs), *words, *tiles, *here, "eval.batches=16"]
+    assert train.main([str(base), *given]) == 0
+    latest, target = tmp_path / "arm" / "checkpoints" / "latest", tmp_path / "hf"
+    capsys.readouterr()
+    if "router.exportable=false" not in words:
+        assert script("export_hf").main([str(latest), str(target)]) == 0
+        compare(latest.resolve(), target)
+        return
+    with pytest.raises(SystemExit) as ended:
+        script("export_hf").main([str(latest), str(target)])
+    assert ended.value.code == 2
+    key = next(word.partition("=")[0] for word in words if word.startswith("router."))
+    told = capsys.readouterr().err
+    assert key in told or "router.default_fill" in told, told
+    assert not target.exists()
