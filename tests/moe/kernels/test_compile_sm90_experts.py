@@ -26,7 +26,8 @@ from tests.moe.kernels.compile_sm90 import (
 )
 
 SHARED_TWO = 113 * 1024  # of each where two share a multiprocessor, 1 KiB of each reserved
-KERNELS = ("up", "down", "dX", "dH", "dW1", "dW2")
+RAGGED = ("ragged up", "ragged down", "ragged dX", "ragged dH", "ragged dW1", "ragged dW2")
+KERNELS = ("up", "down", "dX", "dH", "dW1", "dW2", *RAGGED)
 
 
 # ---------------------------------------------------------------------------- in a process of its
@@ -38,7 +39,7 @@ def _compile(names: list[str], everything: bool) -> None:
     import torch
     import triton
 
-    from moe.kernels import _tiles
+    from moe.kernels import _tiles, ragged
     from moe.kernels._rows import rows_triton
     from moe.kernels.down_backward import down_backward_triton
     from moe.kernels.routing_metadata import tile_schedule_ref
@@ -55,6 +56,8 @@ def _compile(names: list[str], everything: bool) -> None:
         torch.empty(shape, dtype=torch.bfloat16)
         for shape in ((T, D), (E, 2 * N, D), (E, D, N), (R, 2 * N), (R, N))
     )
+    sizes = (N, N // 2, N // 4, N)
+    p1, p2 = (torch.empty(sum(sizes) * k, D, dtype=torch.bfloat16) for k in (2, 1))
     offsets = torch.arange(0, R + 1, R // E, dtype=torch.int32)
     index, gates = torch.zeros(R, dtype=torch.int32), torch.zeros(R)
     flags = ("swiglu", True, True, True)
@@ -69,10 +72,22 @@ def _compile(names: list[str], everything: bool) -> None:
             h, x, None, index, offsets, None, c)),
         "dW2": ("outer", lambda t, c: weight_gradient_triton(
             x, a, index, None, offsets, None, c)),
+        "ragged up": ("up", lambda t, c: ragged.up_triton(
+            x, p1, index, offsets, sizes, "swiglu", True, c)),
+        "ragged down": ("rows", lambda t, c: ragged.rows_triton(a, p2, None, offsets, sizes, 1, c)),
+        "ragged dX": ("rows", lambda t, c: ragged.rows_triton(h, p1, None, offsets, sizes, 2, c)),
+        "ragged dH": ("down_backward", lambda t, c: ragged.down_backward_triton(
+            x, p2, h, gates, index, index, index, offsets, sizes, "swiglu", c)),
+        "ragged dW1": ("outer", lambda t, c: ragged.outer_triton(
+            h, x, index, offsets, sizes, 2, c)),
+        "ragged dW2": ("outer", lambda t, c: ragged.outer_triton(
+            a, x, index, offsets, sizes, 1, c)),
     }  # fmt: skip
     for name in names:
         kernel, launch = launches[name]
         configs = _tiles.trials(kernel) if everything else _tiles.trials(kernel)[:1]
+        if name in RAGGED:
+            configs = list(dict.fromkeys(c._replace(flatten=False) for c in configs))
         for config in configs:
             tiles = None
             if kernel != "outer":
@@ -90,7 +105,7 @@ def _compile(names: list[str], everything: bool) -> None:
 @needs_tools
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_hopper(tmp_path: Path):
-    names = KERNELS if EVERYTHING else ("down", "dW2")
+    names = KERNELS if EVERYTHING else ("down", "dW2", "ragged dH")
     rows = rows_of(__file__, tmp_path, ",".join(names), str(int(EVERYTHING)))
     assert {row["kernel"] for row in rows} == set(names)
     for row in rows:
@@ -101,7 +116,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path):
         assert row["shared"] <= limit, row
         assert row["TMA loads"] > 0, row
         assert row["TMA stores"] > 0, row
-        if row["kernel"] not in ("down", "dX"):
+        if not row["kernel"].endswith(("down", "dX")):
             assert row["async copies"] > 0, f"the gather is not asynchronous: {row}"
 
 
