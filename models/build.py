@@ -21,6 +21,7 @@ from models.config import ModelConfig
 from models.transformer import Decoder
 from moe import Router
 from moe.control import routers_of
+from moe.kernels.ragged import Widths
 
 Kind = Literal["embedding", "norm", "bias", "router", "expert", "attention", "mlp", "head"]
 
@@ -94,9 +95,28 @@ def init_weights(model: Decoder, seed: int) -> None:
             )
             parameter.copy_(values)
             continue
+        widths = model.get_submodule(name.rpartition(".")[0]).config.widths
+        if widths is not None:
+            _init_mixed(model.config, name, parameter, widths, seed)
+            continue
         for expert, weight in enumerate(parameter):  # one at a time: they may be large together
             one = range(expert, expert + 1)
             weight.copy_(initial_values(model.config, name, parameter.shape, seed, one)[0])
+
+
+def _init_mixed(
+    config: ModelConfig, name: str, parameter: Tensor, widths: Widths, seed: int
+) -> None:
+    """Experts of different widths, which lie behind one another in the parameter. Where all are
+    equal the values are those of experts of one width."""
+    rows = parameter.shape[0] // widths.total
+    for expert, size in enumerate(widths.sizes):
+        shape = (size * rows, parameter.shape[1])
+        if name.endswith("w2"):
+            values = draw(config, name, torch.Size(shape[::-1]), seed, expert).T
+        else:
+            values = draw(config, name, torch.Size(shape), seed, expert)
+        parameter[widths.of(expert, rows)] = values.to(parameter)
 
 
 def initial_values(

@@ -115,6 +115,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+# Fields that no family has: what they say is exact in the weights of an exported folder.
+_OWN = ("moe_expert_widths",)
 # Token ids of the families' public tokenizers. They are meant for those tokenizers only, so they
 # count for keys missing from a config.json and not for a model described here.
 _HF_TOKEN_IDS: dict[str, dict[str, int]] = {
@@ -152,6 +154,10 @@ class ModelConfig(BaseModel):
     """Width of dense MLP layers; for olmoe and mixtral the width of each expert."""
     moe_intermediate_size: Positive | None = None
     """Width of each expert (qwen3_moe, glm4_moe)."""
+    moe_expert_widths: list[Positive] | list[list[Positive]] | None = None
+    """Width of each expert, where they differ: one list for all MoE layers, or a list for each. The
+    width above is then that of the widest, to which an exported folder pads the others with zeros.
+    Empty: all the same."""
     num_hidden_layers: Positive | None = None
     """Decoder layers."""
     num_attention_heads: Positive | None = None
@@ -225,7 +231,7 @@ class ModelConfig(BaseModel):
             return raw  # pydantic names the missing or wrong family
         defaults = FAMILY_DEFAULTS[family]
         for key, value in raw.items():
-            if key in cls.model_fields and key not in defaults and key != "family":
+            if key in cls.model_fields and key not in (*defaults, "family", *_OWN):
                 if value is not None:
                     raise ValueError(
                         f"{key}={value!r} is no field of the family {family}, leave it out"
@@ -247,9 +253,16 @@ class ModelConfig(BaseModel):
 
     @property
     def expert_size(self) -> int:
-        """Width of one routed expert."""
+        """Width of one routed expert, of the widest where they differ."""
         own = self.moe_intermediate_size
         return self.intermediate_size if own is None else own
+
+    def expert_widths(self, layer: int) -> tuple[int, ...] | None:
+        """Width of each expert of decoder layer `layer`; None where all have `expert_size`."""
+        given = self.moe_expert_widths
+        if given is None or not self.is_moe_layer(layer):
+            return None
+        return tuple(given[self.moe_layers.index(layer)] if isinstance(given[0], list) else given)
 
     @property
     def rotary_dim(self) -> int:
@@ -311,10 +324,11 @@ class ModelConfig(BaseModel):
 
         if not self.is_moe_layer(layer):
             return None
-        glm = self.family == "glm4_moe"
+        glm, widths = self.family == "glm4_moe", self.expert_widths(layer)
         fields = {
             "hidden_size": self.hidden_size,
-            "expert_size": self.expert_size,
+            "expert_size": self.expert_size if widths is None else max(widths),
+            "expert_widths": widths,
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.num_experts_per_tok,
             "score": self.router_score,
@@ -454,6 +468,8 @@ def _problems(c: ModelConfig):
         )
     if c.family == "glm4_moe":
         yield from _group_problems(c)
+    if c.moe_expert_widths is not None:
+        yield from _width_problems(c)
     if c.tie_word_embeddings and c.family in ("olmoe", "glm4_moe"):
         yield (
             f"tie_word_embeddings=True: vLLM and SGLang load a tied {c.family} wrongly; "
@@ -472,6 +488,32 @@ def _problems(c: ModelConfig):
     for key, value in named + [("eos_token_id", value) for value in c.eos_token_ids]:
         if value >= c.vocab_size:
             yield f"{key}={value} must be below vocab_size={c.vocab_size}"
+
+
+def _width_problems(c: ModelConfig):
+    given, layers = c.moe_expert_widths, len(c.moe_layers)
+    if not layers:
+        yield f"moe_expert_widths={given} has no effect: no layer of this model has experts"
+        return
+    each = bool(given) and isinstance(given[0], list)
+    by_layer = given if each else [given]
+    if each and len(given) != layers:
+        yield (
+            f"moe_expert_widths has {len(given)} lists for {layers} layers with experts; allowed: "
+            "a list for each, or one list of numbers for all"
+        )
+        return
+    for widths in by_layer:
+        if len(widths) != c.num_experts:
+            yield (
+                f"moe_expert_widths={widths} has {len(widths)} widths for "
+                f"num_experts={c.num_experts}"
+            )
+            return
+    widest = max(max(widths) for widths in by_layer)
+    if widest != c.expert_size:
+        name = "intermediate_size" if c.moe_intermediate_size is None else "moe_intermediate_size"
+        yield f"{name}={c.expert_size} must be the widest of moe_expert_widths, {widest}"
 
 
 def _group_problems(c: ModelConfig):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from models.config import _HF_TOKEN_IDS, FAMILY_DEFAULTS, Family, _normal_rope_scaling
+from models.config import _HF_TOKEN_IDS, _OWN, FAMILY_DEFAULTS, Family, _normal_rope_scaling
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -111,7 +111,7 @@ def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> di
     for key, value in raw.items():
         if key in _EXPERT_COUNT_KEYS or key in _ROPE_KEYS or key in _CHECKED:
             continue  # _one_of, _rope_fields and _refuse_unsupported read them
-        if key in own:
+        if key in own or key in _OWN:
             fields[key] = value
         elif key not in _BOOKKEEPING:
             unknown.append(key)
@@ -241,6 +241,7 @@ def fields_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     for key in FAMILY_DEFAULTS[family]:
         if key not in skip:
             out[key] = getattr(config, key)
+    out |= {key: getattr(config, key) for key in _OWN if getattr(config, key) is not None}
 
     if family == "glm4_moe":
         out["n_routed_experts"] = config.num_experts

@@ -6,7 +6,8 @@ transformers 5 holds in memory and writes with `save_original_format=False`: all
 in one tensor, all gate rows before all up rows.
 
 Here gate and up rows alternate (row 2j gate, 2j + 1 up), so that one matrix product gives both
-halves of a unit side by side.
+halves of a unit side by side. Experts of different widths lie behind one another
+(`moe.mixed_experts`); on disk each is padded with zeros to the widest, which computes the same.
 
 Shape letters: E experts, N expert width, D model width.
 """
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from models.config import ModelConfig
+from moe.kernels.ragged import Widths
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,20 @@ class Entry:
     """Index into the parameter's first dimension, or None for all of it."""
     part: Literal["all", "gate", "up", "halves"] = "all"
     """all rows; every second row; or both halves one after the other ([.., 2N, D] on disk)."""
+    span: tuple[int, int] | None = None
+    """First and last row of the parameter, where experts lie behind one another; what is no gate
+    and no up projection is then transposed on disk."""
+    padded: int = 0
+    """With a span: width on disk."""
 
     def take(self, parameter: Tensor) -> Tensor:
         """What goes to disk, contiguous."""
+        if self.span is not None:
+            value = parameter[slice(*self.span)]
+            if self.part != "all":
+                value = value[(0 if self.part == "gate" else 1) :: 2]
+            value = functional.pad(value, (0, 0, 0, self.padded - value.shape[0]))
+            return (value if self.part != "all" else value.T).contiguous()
         value = parameter if self.expert is None else parameter[self.expert]
         if self.part == "halves":
             value = torch.cat([value[..., 0::2, :], value[..., 1::2, :]], dim=-2)
@@ -46,7 +60,25 @@ class Entry:
         return value.contiguous()
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
-        """Copy what came from disk into its place; shapes must agree (`shape`)."""
+        """Copy what came from disk into its place; shapes must agree (`shape`).
+
+        Raises:
+            ValueError: numbers beyond the width of an expert, which would be lost.
+        """
+        if self.span is not None:
+            target = parameter[slice(*self.span)]
+            if self.part == "all":
+                value = value.T
+            else:
+                target = target[(0 if self.part == "gate" else 1) :: 2]
+            width = target.shape[0]
+            if value[width:].any():
+                raise ValueError(
+                    f"{self.name} is not zero beyond the {width} units that moe_expert_widths "
+                    "gives this expert: another model would be loaded"
+                )
+            target.copy_(value[:width])
+            return
         target = parameter if self.expert is None else parameter[self.expert]
         if self.part == "halves":
             half = target.shape[-2] // 2
@@ -59,6 +91,9 @@ class Entry:
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
         """Shape on disk."""
+        if self.span is not None:
+            shape = (self.padded, parameter.shape[1])
+            return shape if self.part != "all" else shape[::-1]
         shape = list(parameter.shape if self.expert is None else parameter.shape[1:])
         if self.part in ("gate", "up"):
             shape[-2] //= 2
@@ -111,15 +146,30 @@ def _layer_entries(config: ModelConfig, layer: int, fused: bool) -> Iterator[Ent
         yield Entry(moe + "gate.e_score_correction_bias", bias)
         for name in projections:
             yield Entry(f"{moe}shared_experts.{name}.weight", f"{ours}moe.shared.{name}.weight")
+    widths = config.expert_widths(layer)
+    if fused and widths is not None:
+        raise ValueError(
+            f"{fused_names(layer)[0]}: experts of different widths (moe_expert_widths) are read "
+            "from one tensor for each expert only"
+        )
     if fused:
         gate_up, down = fused_names(layer)
         yield Entry(gate_up, ours + "moe.w1", part="halves")
         yield Entry(down, ours + "moe.w2")
         return
     gate, up, down = ("w1", "w3", "w2") if mixtral else projections
+
+    def place(expert: int, rows: int) -> dict[str, Any]:
+        """Of an expert, in a parameter with so many rows a unit."""
+        if widths is None:
+            return {"expert": expert}
+        own = Widths(widths).of(expert, rows)
+        return {"span": (own.start, own.stop), "padded": config.expert_size}
+
     for expert in range(config.num_experts):
         prefix = f"{moe}experts.{expert}."
-        yield Entry(f"{prefix}{gate}.weight", ours + "moe.w1", expert, "gate")
-        yield Entry(f"{prefix}{up}.weight", ours + "moe.w1", expert, "up")
+        yield Entry(f"{prefix}{gate}.weight", ours + "moe.w1", part="gate", **place(expert, 2))
+        yield Entry(f"{prefix}{up}.weight", ours + "moe.w1", part="up", **place(expert, 2))
     for expert in range(config.num_experts):  # after all of w1, so that each is read just once
-        yield Entry(f"{moe}experts.{expert}.{down}.weight", ours + "moe.w2", expert)
+        prefix = f"{moe}experts.{expert}."
+        yield Entry(f"{prefix}{down}.weight", ours + "moe.w2", **place(expert, 1))

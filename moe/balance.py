@@ -18,6 +18,7 @@ Shape letters: L layers, E experts. Values have the leading shape of the statist
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,20 @@ def load_fractions(counts_E: Tensor) -> Tensor:
     counts_E = counts_E.detach().double()
     total = counts_E.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, counts_E / total.clamp(min=1), 1.0 / counts_E.shape[-1])
+
+
+@functools.lru_cache(maxsize=64)
+def flop_weights(
+    widths: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[L, E] width of every expert over the mean of its layer: a load times this is a load in
+    arithmetic. Balanced against it, narrow experts get more tokens; the balance value is that of
+    HMoE's parameter penalty (arXiv 2408.10681), E · sum of F_e · n_e · P_e / mean n, divided by the
+    part of the mean width that tokens met, so that 1.0 is balanced here too. For equal widths all
+    is 1. Made once for a model: nothing is copied to the device in a step.
+    """
+    sizes_LE = torch.tensor(widths, dtype=torch.float64)
+    return (sizes_LE / sizes_LE.mean(dim=1, keepdim=True)).to(device, dtype)
 
 
 def balance_loss(stats: RouterStats, counts_E: Tensor | None = None) -> Tensor:

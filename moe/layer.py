@@ -22,8 +22,10 @@ from moe.control import RouterControl
 from moe.experts import SAVE, experts
 from moe.kernels._triton import BACKENDS
 from moe.kernels.activations import activation_width
+from moe.kernels.ragged import Widths
 from moe.kernels.topk_gating import Gating
 from moe.metrics import RouterStats
+from moe.mixed_experts import check_widths, mixed_experts
 from moe.rounding import (
     RoundingConfig,
     dropped_pair_gradient,
@@ -58,7 +60,7 @@ class MoEConfig:
     hidden_size: int
     """Model width D."""
     expert_size: int
-    """Inner width N of one expert."""
+    """Inner width N of one expert; of the widest, where they differ."""
     num_experts: int
     num_experts_per_tok: int
     """K."""
@@ -83,6 +85,8 @@ class MoEConfig:
     """One of `moe.kernels.activations.WIDTH`."""
     shared_expert_size: int = 0
     """Inner width of the expert that every token uses; 0 = none."""
+    expert_widths: tuple[int, ...] | None = None
+    """Inner width of each expert, where they differ; see `moe.mixed_experts`."""
     rounding: RoundingConfig | None = None
     """Round each expert's tokens to whole tiles while training; evaluation is plain top-K."""
     sequence_stats: bool = False
@@ -136,9 +140,30 @@ class MoEConfig:
                 "score='relu': plain"
             )
         activation_width(self.activation)
+        if self.expert_widths is not None:
+            self._check_widths()
         if self.kernels == "spmm":
             check_spmm(self.expert_size, self.save)
         check_router(self)
+
+    def _check_widths(self) -> None:
+        widths = self.expert_widths
+        check_widths(widths, self.kernels)
+        if len(widths) != self.num_experts or max(widths) != self.expert_size:
+            raise ValueError(
+                f"expert_widths={list(widths)} must be num_experts={self.num_experts} widths, the "
+                f"widest expert_size={self.expert_size}"
+            )
+        if self.control.gradient == "dense":
+            raise ValueError(
+                "gradient='dense' computes all experts as one product; allowed with "
+                "expert_widths: plain, default"
+            )
+
+    @property
+    def widths(self) -> Widths | None:
+        """Of the experts, where they differ."""
+        return None if self.expert_widths is None else Widths(self.expert_widths)
 
     @property
     def keeps_outputs(self) -> bool:
@@ -189,7 +214,8 @@ class MoE(nn.Module):
             float32 whatever the layer's dtype.
         w1: [E, 2N, D] gate and up projections, rows interleaved (2j gate, 2j + 1 up); [E, N, D]
             for activations without gate.
-        w2: [E, D, N] down projections.
+        w2: [E, D, N] down projections. With `expert_widths` both lie as `moe.mixed_experts` has
+            them: w1 [2 · sum of widths, D], w2 [sum of widths, D].
         shared: `SharedExpert` or None.
         routing_hook: None, or what `RoutingTrace` puts there while it records or replays.
     """
@@ -203,10 +229,14 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         E, D, N = config.num_experts, config.hidden_size, config.expert_size
-        rows = activation_width(config.activation) * N
+        rows = activation_width(config.activation)
+        shapes = (E, rows * N, D), (E, D, N)
+        if config.widths is not None:
+            shapes = (rows * config.widths.total, D), (config.widths.total, D)
         self.router = Router(config, device=device)
-        self.w1 = nn.Parameter(torch.empty(E, rows, D, device=device, dtype=dtype))
-        self.w2 = nn.Parameter(torch.empty(E, D, N, device=device, dtype=dtype))
+        self.w1, self.w2 = (
+            nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for shape in shapes
+        )
         self.shared = None
         if config.shared_expert_size:
             self.shared = SharedExpert(
@@ -326,16 +356,17 @@ class MoE(nn.Module):
                 `moe.router_gradient.dense_gradient`.
             output_sums: give the sum of each routed expert's outputs [E, D] too.
         """
-        found = experts(
-            x_TD,
-            self.w1,
-            self.w2,
-            routing,
-            activation=self.config.activation,
-            save=self.config.save,
-            backend=self.config.kernels,
-            output_sums=output_sums,
-        )
+        c, weights = self.config, (self.w1, self.w2)
+        options = {
+            "activation": c.activation,
+            "save": c.save,
+            "backend": c.kernels,
+            "output_sums": output_sums,
+        }
+        if c.widths is None:
+            found = experts(x_TD, *weights, routing, **options)
+        else:
+            found = mixed_experts(x_TD, *weights, routing, c.widths, **options)
         y_TD, *sums = found if output_sums else (found,)
         if missing is not None:
             y_TD = dense_gradient(y_TD, *missing, x_TD, self.w1, self.w2, self.config.activation)
@@ -423,5 +454,7 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         c = self.config
-        text = f"{c.num_experts} experts of {c.expert_size}, {c.activation}, kernels={c.kernels}"
+        sizes = c.expert_widths or (c.expert_size,)
+        size = f"{min(sizes)} to {max(sizes)}" if len(set(sizes)) > 1 else f"{sizes[0]}"
+        text = f"{c.num_experts} experts of {size}, {c.activation}, kernels={c.kernels}"
         return text + (f", {c.rounding}" if c.rounding else "")

@@ -93,6 +93,8 @@ def default(model: type[BaseModel], key: str) -> str:
     field = model.model_fields[key]
     if model is ModelConfig and key != "family":
         values = [known[key] for known in FAMILY_DEFAULTS.values() if key in known]
+        if not values:  # a field that no family has
+            return "empty"
         same = all(value == values[0] for value in values)
         return "by family" if not same else "empty" if values[0] is None else _code(values[0])
     if field.is_required():

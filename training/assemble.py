@@ -115,6 +115,7 @@ def router_control(config: Config, steps: int) -> RouterControl:
     return RouterControl(
         bias_update=router.bias_update,
         bias_rate=router.bias_rate,
+        bias_targets=_bias_targets(config),
         bias_ema=router.bias_ema,
         min_load=router.min_load,
         bias_freeze_at=router.bias_freeze_at,
@@ -134,6 +135,14 @@ def router_control(config: Config, steps: int) -> RouterControl:
         default_decay=router.default_decay,
         fill_until=last_acting_step(config, "router.default_fill", steps),
     )
+
+
+def _bias_targets(config: Config) -> tuple[float, ...] | None:
+    """Shares of the tokens that give every expert the same arithmetic; None: all the same."""
+    router, widths = config.router, config.model.config.moe_expert_widths
+    if router.balance_load == "tokens" or router.bias_update == "none":
+        return None
+    return tuple(1 / width for width in widths)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from training.config_checks import (
     check_combinations,
     check_rounding,
     check_states,
+    refuse_sharded,
     refuse_useless,
     router_defaults,
 )
@@ -502,6 +503,8 @@ def make_plan(
             "here: auto, reference, spmm"
         )
     dtype = train.dtype if train.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    if world_size > 1:
+        refuse_sharded(config, world_size)
     check_states(config, dtype, world_size)
     if config.model.save == "fp8_h" and dtype != "bfloat16":
         raise ConfigError(

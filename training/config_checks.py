@@ -51,6 +51,16 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("router.balance_form",),
     ),
     (
+        "without model.moe_expert_widths",
+        lambda c: c.model.config.moe_expert_widths is None,
+        ("router.balance_load",),
+    ),
+    (
+        "while router.balance_coef=0 and router.bias_update=none",
+        lambda c: c.router.balance_coef == 0 and c.router.bias_update == "none",
+        ("router.balance_load",),
+    ),
+    (
         "while router.balance_coef=0",
         lambda c: c.router.balance_coef == 0 and c.router.score != "relu",
         ("router.balance_scope",),
@@ -198,7 +208,9 @@ def check_combinations(config: Config) -> None:
             f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
         )
     check_exactness(config)
-    if config.model.kernels == "spmm":
+    if model.moe_expert_widths is not None:
+        _check_widths(config)
+    elif config.model.kernels == "spmm":
         _check_spmm(config)
     _check_router(config)
     check_rounding(config, train.micro_batch_size)
@@ -230,6 +242,32 @@ def _check_spmm(config: Config) -> None:
             f"model.{name}={model.expert_size} with model.kernels='spmm' must be a multiple of 16, "
             "so that blocks do not cross from one expert to the next"
         )
+
+
+def _check_widths(config: Config) -> None:
+    """What takes all experts for equally wide."""
+    router, given = config.router, config.model.config.moe_expert_widths
+    for place, value, allowed in (
+        ("model.kernels", config.model.kernels, ("auto", "triton", "reference")),
+        ("router.gradient", router.gradient, ("plain", "default")),
+        ("router.revive_after", router.revive_after, (None,)),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"{place}={value!r} takes all experts for equally wide, which they are not with "
+                f"model.moe_expert_widths; allowed: {', '.join(map(str, allowed))}"
+            )
+    if router.balance_load == "flops":
+        if router.balance_scope == "sequence" and router.balance_coef:
+            raise ValueError(
+                "router.balance_load='flops' does not go with router.balance_scope='sequence', "
+                "which counts tokens; allowed: global, lagged, micro"
+            )
+        if router.bias_update != "none" and isinstance(given[0], list):
+            raise ValueError(
+                f"router.bias_update={router.bias_update!r} with router.balance_load='flops' needs "
+                "one list of model.moe_expert_widths for all layers"
+            )
 
 
 def _check_router(config: Config) -> None:
@@ -339,6 +377,16 @@ def check_rounding(config: Config, rows: int) -> None:
         raise ConfigError(
             f"router.rounding_min_tiles={router.rounding_min_tiles} is more than an expert can "
             f"get of a micro-batch of {tokens} tokens; allowed: 0 to {most}"
+        )
+
+
+def refuse_sharded(config: Config, world_size: int) -> None:
+    """ConfigError for a model that several processes cannot share."""
+    widths = config.model.config.moe_expert_widths
+    if widths is not None:
+        raise ConfigError(
+            f"model.moe_expert_widths={widths!r} works in one process only, as experts are split "
+            f"over the {world_size} processes of this run by their number; leave it out"
         )
 
 

@@ -23,6 +23,9 @@ class RouterConfig(Section):
     0.01, or 0 where a `router.bias_update` or the penalty of the score relu balances."""
     balance_form: Literal["switch", "cv2"] = "switch"
     """switch, or the squared coefficient of variation of the load, which has twice its gradient."""
+    balance_load: Literal["tokens", "flops"] = "tokens"
+    """What the balance loss and the selection bias make equal for all experts: their tokens, or
+    their arithmetic, tokens times width, with `model.moe_expert_widths`."""
     balance_scope: Literal["global", "lagged", "micro", "sequence"] = "global"
     """Load that the balance loss compares with: the whole step's over all ranks and micro-batches
     (global; with several micro-batches they are counted in a pass of their own first, a third more

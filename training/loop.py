@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe.balance import attach_loss, auxiliary_loss, balance_loss, sequence_loss, z_loss
+from moe.balance import (
+    attach_loss,
+    auxiliary_loss,
+    balance_loss,
+    flop_weights,
+    sequence_loss,
+    z_loss,
+)
 from moe.control import needs_update, routers_of, update_routers
 from moe.metrics import RouterStats, layer_metrics, model_metrics, pack, to_host
 from parallel import World, agree, gather, sum_
@@ -108,6 +115,7 @@ def train_step(
     stats: RouterStats | None = None
     batches = [batch.to(device, non_blocking=True) for batch in batches]
     l1_L, k = _penalty(model)
+    work_LE = relative_work(model, router, device)
     # Without a loss that compares with a load, none has to be found.
     scope = router.balance_scope if router.balance_coef or l1_L is not None else "micro"
     load_LE = load_before(model, batches, scope, world)
@@ -128,7 +136,7 @@ def train_step(
                 if scope == "global" and load_LE is None:
                     load_LE = sum_(world, seen.counts_E.clone())
                 auxiliary, values = router_losses(
-                    out.router, totals.tokens, router, load_LE, l1_L, k
+                    out.router, totals.tokens, router, load_LE, l1_L, k, work_LE
                 )
                 loss = attach_loss(loss, auxiliary)
                 terms += values
@@ -172,16 +180,20 @@ def router_losses(
     load_LE: Tensor | None,
     l1_L: Tensor | None = None,
     k: int = 1,
+    work_LE: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """A micro-batch's share of the auxiliary loss, and of the balance and z values for the log.
 
     Args:
         load_LE: to compare with; the micro-batch's own when None.
         l1_L, k: weights of the penalty of the score relu, and the experts per token it aims at.
+        work_LE: what a token costs an expert, where arithmetic is balanced and not tokens.
 
     The coefficients weigh means over layers, so a deeper model is not balanced harder.
     """
     layers = stats.tokens.shape[0]
+    if work_LE is not None:
+        load_LE = (stats.counts_E if load_LE is None else load_LE).detach() * work_LE
     by_sequence = router.balance_scope == "sequence"
     form = "sequence" if by_sequence else router.balance_form
     coefs = {"switch": "balance_coef", "cv2": "cv2_coef", "sequence": "sequence_coef"}
@@ -199,6 +211,14 @@ def router_losses(
         share_L = stats.tokens / step_tokens / layers
         values = [(share_L * value_L).sum() for value_L in (balance_L, z_loss(stats))]
     return auxiliary, values
+
+
+def relative_work(model: nn.Module, router: RouterConfig, device: torch.device) -> Tensor | None:
+    """What a token costs each expert [L, E], where arithmetic is balanced; None for tokens."""
+    if router.balance_load != "flops":
+        return None
+    widths = tuple(router.config.expert_widths for router in routers_of(model))
+    return flop_weights(widths, device)
 
 
 def _penalty(model: nn.Module) -> tuple[Tensor | None, int]:

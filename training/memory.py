@@ -133,6 +133,9 @@ def _give_shapes_without_content(model: nn.Module) -> None:
 def _with_layers(config: ModelConfig, moe: int, dense: int) -> ModelConfig:
     """The same model with so many layers of each kind."""
     change: dict[str, Any] = {"num_hidden_layers": moe + dense}
+    given = config.moe_expert_widths
+    if given is not None and isinstance(given[0], list):  # no layer needs more than this one
+        change["moe_expert_widths"] = max(given, key=lambda widths: (max(widths), sum(widths)))
     if config.family == "qwen3_moe":
         change |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(dense))}
     elif config.family == "glm4_moe":

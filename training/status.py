@@ -15,7 +15,7 @@ from training.checkpoint import NonFiniteWeights
 from training.device import max_memory_gib, peak_flops
 from training.exactness import acting
 from training.faults import RunFailed, out_of_memory_message
-from training.flops import counts_first, flops_per_token, matmul_weights
+from training.flops import counts_first, flops_per_token, matmul_weights, width_metrics
 from training.logging import human_bytes, human_count, human_time, progress_line
 from training.loop import Pace, StepResult, Window, read_window
 from training.optim import group_table
@@ -168,8 +168,8 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
     lr, router_lr = job.optimizer.lrs(results[-1].lr)
     peak = peak_flops(job.device)
     k = routers[0].k if (routers := routers_of(job.model)) else None
-    flops = flops_per_token(job.model.config, job.config.data.seq_len, k)
-    metrics |= {
+    flops = flops_per_token(job.model.config, job.config.data.seq_len, k, read.counts_LE)
+    metrics |= width_metrics(job.model.config, read.counts_LE) | {
         "lr": lr,
         "router_lr": router_lr,
         "tokens": job.progress.tokens,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,17 +90,21 @@ def _lists(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor
 # --------------------------------------------------------------------------------------- reference
 
 
-def _parts(offsets_E1: Tensor, sizes: tuple[int, ...], width: int):
+def _parts(offsets_E1: Tensor, sizes: Sequence[int], width: int) -> Iterator[tuple[slice, slice]]:
     """(rows, units · width) of every expert that has rows, as slices."""
-    bounds = offsets_E1.tolist()
+    bounds, starts = offsets_E1.tolist(), Widths(tuple(sizes)).starts
     for e in range(len(sizes)):
         if bounds[e] < bounds[e + 1]:
-            yield slice(bounds[e], bounds[e + 1]), Widths(sizes).of(e, width)
+            yield (
+                slice(bounds[e], bounds[e + 1]),
+                slice(starts[e] * width, starts[e + 1] * width),
+            )
 
 
 def up_ref(
-    x: Tensor, w1_PD: Tensor, token_R: Tensor | None, offsets_E1: Tensor, sizes, activation: str
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w1_PD: Tensor, token_R: Tensor | None, offsets_E1: Tensor, sizes: Sequence[int],
+    activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Plain torch version of `up`; zeros where nothing is computed."""
     x_RD, width = gather_rows_ref(x, token_R), WIDTH[activation]
     h_RH = x_RD.new_zeros(x_RD.shape[0], max(sizes) * width)
@@ -109,8 +114,9 @@ def up_ref(
 
 
 def rows_ref(
-    a_RI: Tensor, w_PD: Tensor, scale_R: Tensor | None, offsets_E1: Tensor, sizes, width: int
-) -> Tensor:
+    a_RI: Tensor, w_PD: Tensor, scale_R: Tensor | None, offsets_E1: Tensor, sizes: Sequence[int],
+    width: int,
+) -> Tensor:  # fmt: skip
     """Plain torch version of `rows`; rows of no expert are zeros."""
     out_RD = a_RI.new_zeros(a_RI.shape[0], w_PD.shape[1])
     for rows, cols in _parts(offsets_E1, sizes, width):
@@ -125,7 +131,8 @@ def rows_ref(
 
 def down_backward_ref(
     do: Tensor, w2_UD: Tensor, h_RH: Tensor, gates_S: Tensor | None, token_R: Tensor | None,
-    slot_R: Tensor | None, row_S: Tensor | None, offsets_E1: Tensor, sizes, activation: str,
+    slot_R: Tensor | None, row_S: Tensor | None, offsets_E1: Tensor, sizes: Sequence[int],
+    activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Plain torch version of `down_backward`."""
     R, wide = h_RH.shape[0], arithmetic_dtype(h_RH.dtype)
@@ -144,8 +151,9 @@ def down_backward_ref(
 
 
 def outer_ref(
-    left_RI: Tensor, right: Tensor, token_R: Tensor | None, offsets_E1: Tensor, sizes, width: int
-) -> Tensor:
+    left_RI: Tensor, right: Tensor, token_R: Tensor | None, offsets_E1: Tensor,
+    sizes: Sequence[int], width: int,
+) -> Tensor:  # fmt: skip
     """Plain torch version of `outer`; exact zeros for an expert without rows."""
     right_RD = gather_rows_ref(right, token_R)
     out_PD = right_RD.new_zeros(sum(sizes) * width, right_RD.shape[1])

@@ -23,7 +23,10 @@ def small(config: Path, folder: Path) -> list[str]:
     own = given["model"]
     if own.get("family") in ("qwen3_moe", "glm4_moe"):
         inner = "moe_intermediate_size"
+    widths = own.get("moe_expert_widths")
+    most = widths and max(widths)
     return [
+        *([] if widths is None else [f"model.moe_expert_widths={[8 * w // most for w in widths]}"]),
         "model.vocab_size=288",
         "model.hidden_size=16",
         "model.num_hidden_layers=2",

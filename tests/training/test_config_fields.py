@@ -22,7 +22,7 @@ from training import status
 from training.config import Config, ConfigError, field_names, load_config, make_plan
 from training.config_load import models_in
 from training.data.config import DataError
-from training.loop import Window, router_losses
+from training.loop import Window, relative_work, router_losses
 from training.optim import group_table
 from training.revive import revive_dead
 from training.schedule import learning_rate
@@ -109,7 +109,8 @@ def _collect(job, told) -> dict:
             for name in RouterStats._fields
         )
     )
-    auxiliary, _ = router_losses(stats, 100, config.router, None)
+    work_LE = relative_work(job.model, config.router, torch.device("cpu"))
+    auxiliary, _ = router_losses(stats, 100, config.router, None, work_LE=work_LE)
     weights = digest(*job.model.parameters())
     dead = {"health/dead": torch.tensor([0.0, 3, 0, 0] * 2)}
     job.read = Window({}, [], {}, torch.ones(2, 4), dead)
@@ -162,6 +163,7 @@ TURNED = {
     "model.save": "model.save=x",
     "router.balance_coef": "router.balance_coef=0.5",
     "router.balance_scope": "router.balance_scope=lagged",
+    "router.balance_load": "router.balance_load=flops",
     "router.bias_update": "router.bias_update=sign",
     "router.bias_rate": "router.bias_rate=0.5",
     "router.bias_ema": "router.bias_ema=0.5",
@@ -271,6 +273,7 @@ BEFORE = {
     "router.default_decay": "router.gradient=default",
     "router.top_k_levels": "router.top_k_schedule=steps router.top_k_start=3 "
     "router.top_k_levels=[[4,2]]",
+    "router.balance_load": "model.moe_expert_widths=[4,8,8,16] model.moe_intermediate_size=16",
     "router.bias_update": GLM,
     "router.relu_most": "router.score=relu router.exportable=false",
     "router.capacity_factor": "router.capacity_factor=1.2 router.end_steps=2",

@@ -35,9 +35,13 @@ CPU = torch.device("cpu")
 ROWS, LENGTH = 8, 12
 
 
-def router(balance: float = 0.0, z: float = 0.0, scope: str = "micro"):
+def router(balance: float = 0.0, z: float = 0.0, scope: str = "micro", load: str = "tokens"):
     return types.SimpleNamespace(
-        balance_coef=balance, z_coef=z, balance_scope=scope, balance_form="switch"
+        balance_coef=balance,
+        z_coef=z,
+        balance_scope=scope,
+        balance_form="switch",
+        balance_load=load,
     )
 
 

@@ -207,6 +207,7 @@ def test_sigterm_finishes_the_step_saves_and_resumes_exactly(
         ("optim.spike_factor=3", "optim.schedule=cosine"),
         ("router.top_k_schedule=geometric", "router.top_k_start=4", "router.soft_k=true"),
         ("router.gradient=default",),
+        ("model.moe_expert_widths=[2,4,8,8]", "router.balance_load=flops"),
     ],
     ids=lambda settings: settings[0],
 )
