@@ -35,6 +35,8 @@ CASES = {
     "sequence": ({}, {}, {"balance_scope": "sequence"}),
     "bias": (GLM, {"bias_update": "rms", "bias_rate": 0.1}, {"balance_scope": "global"}),
     "ema": ({}, {"ema": 0.5}, {"balance_scope": "global"}),
+    "dense": ({}, {"gradient": "dense"}, {"balance_scope": "global"}),
+    "default": ({}, {"gradient": "default"}, {"balance_scope": "global"}),
     "relu": ({}, {"l1_start": 0.1}, {"balance_scope": "global", "balance_coef": 0.0}),
 }
 
@@ -167,12 +169,17 @@ def test_one_process(whole):
     compare(layouts([1, 2, 4]), whole)
     for case, tensors in whole.items():
         assert all(tensor.norm() > 0 for tensor in tensors.values()), case
-        assert len(tensors) == 3 + 2 * (case not in ("global", "global cv2", "sequence"))
+        buffers = {"global": 0, "global cv2": 0, "sequence": 0, "dense": 0, "default": 4}
+        assert len(tensors) == 3 + buffers.get(case, 2)
 
 
 @pytest.mark.parametrize(
     ("world", "accumulations", "cases"),
-    [(2, [4], tuple(CASES)), (4, [1, 2], ("global", "lagged", "bias"))],
+    [
+        (2, [4], tuple(CASES)),
+        (2, [1, 2], ("global",)),
+        (4, [1, 2, 4], ("global", "lagged", "bias", "default")),
+    ],
 )
 def test_several_processes(whole, world, accumulations, cases):
     results = run(world, layouts, accumulations, cases, (True,))

@@ -90,11 +90,13 @@ def test_the_bias_of_a_family_that_has_one_is_exported(tiny_config, monkeypatch,
     assert script.main([str(folder), str(tmp_path / "out"), "--check"]) == 0
 
 
-def test_relu_routing_trains(tiny_config, monkeypatch, tmp_path):
+def test_relu_routing_trains(tiny_config, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["router.score=relu", "router.exportable=false", "train.steps=4", "run.name=relu"]
     words += ["router.balance_scope=lagged"]
     assert train.main([str(tiny_config), *words]) == 0
+    told = capsys.readouterr().out
+    assert "balance loss: penalty of the gates, compared with the load of the step before" in told
     lines = metrics(tmp_path / "runs" / "relu")
     assert all(line["loss"] < 7 for line in lines)
     with pytest.raises(ValueError, match=r"other scores than its own \(router\.score\)"):
@@ -115,10 +117,13 @@ def test_a_model_that_routes_otherwise_than_its_export_is_found(tiny_config, mon
     assert events(tmp_path / "runs" / "forgets", "export_check")[-1]["exact"] is False
 
 
-def test_runs_that_are_not_to_be_exported_say_so(tiny_config, monkeypatch, tmp_path):
+def test_runs_that_are_not_to_be_exported_say_so(tiny_config, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["router.ema=0.5", "router.exportable=false", "run.name=never", "train.steps=4"]
     assert train.main([str(tiny_config), *words]) == 0
+    # which load the balance loss follows stands in the log
+    told = capsys.readouterr().out
+    assert "balance loss: weight 0.01, compared with the load of the whole step" in told
     folder = tmp_path / "runs" / "never"
     assert events(folder, "export_check")[-1]["exact"] is False
     with pytest.raises(ValueError, match=r"router\.ema"):

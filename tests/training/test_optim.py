@@ -308,6 +308,31 @@ def test_weight_decay_and_multiplier_act_on_the_router_alone():
     assert optimizer.lrs(0.01) == (0.01, pytest.approx(0.001))
 
 
+def test_the_multiplier_is_exact_where_a_weight_of_the_loss_does_nothing():
+    """Under Adam the steps of a router scale with its learning rate and with nothing else."""
+
+    def moved(multiplier: float, gradient: float) -> dict[str, torch.Tensor]:
+        model = Model()
+        optimizer = build(
+            model, router_lr_multiplier=multiplier, weight_decay=0.0, clip_norm=None, eps=1e-12
+        )
+        for name, tensor in optimizer.tensors().items():
+            if name.startswith("weights/"):  # from zero, the weight is the sum of the steps
+                tensor.zero_()
+        optimizer.loaded()
+        for step in range(4):
+            optimizer.zero_grad()
+            fill_gradients(model, gradient, seed=step)
+            optimizer.step(0.01)
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    plain, slow, weak = moved(1.0, 1.0), moved(0.1, 1.0), moved(1.0, 0.1)
+    for name, steps in plain.items():
+        factor = 0.1 if "router" in name else 1.0
+        torch.testing.assert_close(slow[name], factor * steps, rtol=1e-5, atol=0)
+        torch.testing.assert_close(weak[name], steps, rtol=1e-5, atol=1e-8)
+
+
 def test_pieces_are_aligned_and_cover_the_parameters():
     model = Model(torch.bfloat16)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
