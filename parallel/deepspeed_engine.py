@@ -1,4 +1,4 @@
-"""ZeRO-3 by DeepSpeed, and its offload of optimizer state to host memory.
+"""ZeRO-3 by DeepSpeed, its offload to host memory, and its Adam kernels.
 
 DeepSpeed partitions, gathers and reduces; layout, norm, clipping, skipping, routers and checkpoints
 are ours, the same as with FSDP2. What is taken from DeepSpeed 0.19.8, partly undocumented, hence
@@ -13,7 +13,9 @@ the exact version:
 - `optimizer.partition_grads(parameters, partitions)`: called with the reduced partitions of a
   bucket. Here means over the partition group are made sums, and replicas are added.
 - `optimizer._get_norm_groups()`: replaced by the norm of the whole model.
-- `grad_position`, `fp32_partitioned_groups_flat`, `averaged_gradients`: where things lie.
+- `grad_position`, `fp32_partitioned_groups_flat`, `fp16_partitioned_groups_flat`,
+  `averaged_gradients`: where things lie. Tensors of the flat lists are given other memory for
+  parallel.offload=nvme (`parallel.offload.Disk`).
 
 No `deepspeed.moe`, no AutoEP, no DeepSpeed checkpoints: its universal conversion finishes on such
 layouts without an error and writes wrong tensors.
@@ -35,10 +37,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import Router
+from parallel.deepspeed_adam import make_adam
 from parallel.engine import AdamSettings, GlobalSums, Group, Guard, Place, ShardedAdamW, prepare
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh
+from parallel.offload import Disk, Offload
 
 VERSION = "0.19.8"
 
@@ -58,7 +62,7 @@ class DeepSpeedEngine:
         settings: AdamSettings,
         options: ExpertParallelOptions,
         dtype: torch.dtype,
-        offload: bool,
+        offload: Offload,
     ) -> None:
         del units  # ZeRO-3 gathers module by module and learns what to prefetch
         if deepspeed.__version__.split("+")[0] != VERSION:
@@ -66,7 +70,9 @@ class DeepSpeedEngine:
                 f"parallel.engine=deepspeed is made for deepspeed {VERSION}, found "
                 f"{deepspeed.__version__}: pip install deepspeed=={VERSION}, or use fsdp2"
             )
-        self.mesh, self.guard, self.settings, self.offload = mesh, guard, settings, offload
+        self.mesh, self.guard, self.settings = mesh, guard, settings
+        self.on_host = offload.state != "none"
+        """Whether gradients, master weights and moments are outside of the device."""
         self.groups = groups
         self.places = prepare(model, mesh, groups, options, flat_experts=False)
         self._names = {
@@ -78,8 +84,9 @@ class DeepSpeedEngine:
         self._parameters |= {name: routers[name] for name in self._names["router"]}
         config = _config(dtype, offload)
         masters = self._partition(model, config, dtype)
-        self._engine = self._initialise(model, config)
+        self._engine = self._initialise(model, config, offload)
         self._zero = self._engine.optimizer
+        self._place(offload)
         self._link(masters)
         self.terms = torch.zeros(num_terms, device=mesh.device)
         self.routers_frozen = False
@@ -145,33 +152,52 @@ class DeepSpeedEngine:
                     module._buffers[key] = buffer.to(self.mesh.device)
         return masters
 
-    def _initialise(self, model: nn.Module, config: dict[str, Any]) -> Any:
+    def _initialise(self, model: nn.Module, config: dict[str, Any], offload: Offload) -> Any:
         rows: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name in self._sharded():
             group = self.places[name].group
             key = (group.lr_multiplier, group.weight_decay)
             rows.setdefault(key, []).append(self._parameters[name])
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": members, "weight_decay": decay, "multiplier": multiplier}
-                for (multiplier, decay), members in rows.items()
-            ],
-            betas=self.settings.betas,
-            eps=self.settings.eps,
-            fused=True,
-        )
+        groups = [
+            {"params": members, "weight_decay": decay, "multiplier": multiplier}
+            for (multiplier, decay), members in rows.items()
+        ]
+        how: dict[str, Any] = {"betas": self.settings.betas, "eps": self.settings.eps}
+        # A count that DeepSpeed's kernels, which want a number, are given before each update.
+        self._count: Tensor | None = None
+        if offload.adam == "deepspeed":
+            on_device = not self.on_host and self.mesh.device.type == "cuda"
+            self._adamw = make_adam(groups, "cuda" if on_device else "cpu", **how)
+            self._count = torch.zeros(())
+        else:
+            self._adamw = torch.optim.AdamW(groups, fused=True, **how)
         engine, *_ = deepspeed.initialize(model=model, optimizer=self._adamw, config=config)
         return engine
+
+    def _place(self, offload: Offload) -> None:
+        """Give master weights and moments, and weights, the memory that they are to lie in."""
+        zero, disk = self._zero, None if offload.path is None else Disk(offload.path)
+        for flat in zero.fp32_partitioned_groups_flat:
+            if offload.state == "nvme":
+                flat.data = disk.take(flat)
+            # Now, as a checkpoint is loaded into them.
+            state = self._adamw.state[flat] = {
+                "exp_avg": torch.zeros_like(flat, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(flat, requires_grad=False),
+            }
+            if offload.state == "nvme":
+                for kind, zeros in list(state.items()):
+                    state[kind] = disk.take(zeros)
+            state["step"] = torch.zeros((), device=flat.device) if self._count is None else 0
+        if offload.weights == "nvme":
+            for i, flat in enumerate(zero.fp16_partitioned_groups_flat):
+                zero.fp16_partitioned_groups_flat[i] = disk.take(flat)
+                zero._unflatten_partitioned_parameters(i)
+            zero.param_groups_fp16_flat_cpu_memory = []
 
     def _link(self, masters: dict[str, Tensor]) -> None:
         """Find the parts of every parameter in ZeRO's flat buffers, and put in our hooks."""
         zero = self._zero
-        for flat in zero.fp32_partitioned_groups_flat:  # now: a checkpoint is loaded into them
-            self._adamw.state[flat] = {
-                "step": torch.zeros((), device=flat.device),
-                "exp_avg": torch.zeros_like(flat, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(flat, requires_grad=False),
-            }
         self._parts: dict[str, tuple[int, int, int, int]] = {}
         """name → flat buffer, place in it, elements held, first element of the parameter."""
         for name in self._sharded():
@@ -186,6 +212,8 @@ class DeepSpeedEngine:
         self._partition_grads = zero.partition_grads
         zero.partition_grads = self._sum_partitions
         zero._get_norm_groups = self._judge
+        if self._count is not None:
+            zero.unscale_and_clip_grads = self._clip
 
     def _piece(self, name: str, kind: str) -> Tensor:
         """This rank's flat float32 part: weights, exp_avg or exp_avg_sq."""
@@ -232,18 +260,18 @@ class DeepSpeedEngine:
             for part in parts:
                 part.mul_(shards)
         several = dist.get_world_size(replicas) > 1
-        if several and self.offload:
+        if several and self.on_host:
             # Here, as the gradient then leaves for host memory.
             _all_reduce_together(parts, replicas)
         held = self._partition_grads(parameters, parts)
-        if several and not self.offload and self._last:
+        if several and not self.on_host and self._last:
             _all_reduce_together(held, replicas)  # once a step, on what the micro-batches added up
         return held
 
     def _gradient(self, name: str) -> Tensor:
         """This rank's part of a summed gradient, between the last backward and the update."""
         buffer, place, held, _ = self._parts[name]
-        if self.offload:
+        if self.on_host:
             return self._zero.fp32_partitioned_groups_flat[buffer].grad.narrow(0, place, held)
         partition, _ = self._zero._get_fp32_grad_state_partition(
             self._parameters[name], release_swap_buffers=False
@@ -278,9 +306,23 @@ class DeepSpeedEngine:
             scale = torch.clamp(norm / self.settings.clip_norm, min=1.0)
         skip = self._outcome.skipped
         self._routers.step(self._lr, scale, skip, self.routers_frozen)
-        device = self._zero.fp32_partitioned_groups_flat[0].device
-        self._adamw.grad_scale, self._adamw.found_inf = scale.to(device), skip.to(device)
+        flats = self._zero.fp32_partitioned_groups_flat
+        if self._count is None:
+            device = flats[0].device
+            self._adamw.grad_scale, self._adamw.found_inf = scale.to(device), skip.to(device)
+            return [norm]
+        if bool(skip):
+            return [torch.full_like(norm, float("inf"))]  # ZeRO then leaves everything alone
+        self._scale = scale.to(flats[0].device)
+        for flat in flats:
+            self._adamw.state[flat]["step"] = int(self._count)
+        self._count += 1
         return [norm]
+
+    def _clip(self, group: int, norm: Tensor) -> None:
+        """ZeRO's `unscale_and_clip_grads`, for an Adam that takes no scale."""
+        del norm
+        self._zero.fp32_partitioned_groups_flat[group].grad.div_(self._scale)
 
     def step(self, lr: float) -> Any:
         self._lr = lr
@@ -312,8 +354,11 @@ class DeepSpeedEngine:
         return found | {f"guard/{name}": value for name, value in self.guard.state().items()}
 
     def _counters(self) -> list[Tensor]:
-        flats = self._zero.fp32_partitioned_groups_flat
-        counters = [self._adamw.state[flat]["step"] for flat in flats]
+        if self._count is not None:
+            counters = [self._count]
+        else:
+            flats = self._zero.fp32_partitioned_groups_flat
+            counters = [self._adamw.state[flat]["step"] for flat in flats]
         if self._routers.parts:
             counters.append(self._routers.counter())
         return counters
@@ -347,10 +392,13 @@ class DeepSpeedEngine:
         return self._sums.all_finite(buffers)
 
 
-def _config(dtype: torch.dtype, offload: bool) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 3, "overlap_comm": torch.cuda.is_available()}
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+def _config(dtype: torch.dtype, offload: Offload) -> dict[str, Any]:
+    cuda = torch.cuda.is_available()
+    zero: dict[str, Any] = {"stage": 3, "overlap_comm": cuda}
+    # Files are ours (`_place`); to ZeRO both are host memory.
+    for key, place in (("optimizer", offload.state), ("param", offload.weights)):
+        if place != "none":
+            zero[f"offload_{key}"] = {"device": "cpu", "pin_memory": cuda}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the boundary is set by hand, see `micro_batch`

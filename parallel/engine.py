@@ -31,6 +31,7 @@ from moe import Router
 from parallel.expert_parallel import ExpertParallelOptions, ExpertRange, split_experts
 from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh, MeshPlan
+from parallel.offload import Offload
 from parallel.world import fingerprint
 
 ENGINES = ("auto", "fsdp2", "deepspeed")
@@ -232,8 +233,8 @@ class GlobalSums:
     def all_finite(self, buffers: Sequence[Tensor]) -> Tensor:
         """Whether these are finite on all ranks: a boolean scalar on the device."""
         # A sum is finite only if every element is (or it overflows, as bad).
-        sums = torch.stack([buffer.sum() for buffer in buffers])
-        bad = (~torch.isfinite(sums)).any().float().to(self.terms.device)
+        sums = torch.stack([buffer.sum().to(self.terms.device) for buffer in buffers])
+        bad = (~torch.isfinite(sums)).any().float()
         if self.mesh.plan.world > 1:
             dist.all_reduce(bad)
         return bad == 0
@@ -253,41 +254,49 @@ class ShardedAdamW:
         """
         self.parts = {name: nn.Parameter(flat) for name, (flat, _) in parts.items()}
         self.places = {name: place for name, (_, place) in parts.items()}
-        rows: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+        devices: dict[torch.device, dict[tuple, list[nn.Parameter]]] = {}
         for name, part in self.parts.items():
             place = self.places[name]
             group, router = place.group, place.kind == "router"
             key = (group.lr_multiplier, group.weight_decay, router)
-            rows.setdefault(key, []).append(part)
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": members, "weight_decay": decay, "multiplier": mult, "router": router}
-                for (mult, decay, router), members in rows.items()
-            ],
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
+            devices.setdefault(part.device, {}).setdefault(key, []).append(part)
+        # One for each device, as the scale and the flag must be read where the parts are.
+        self.adamws = {
+            device: torch.optim.AdamW(
+                [
+                    {"params": members, "weight_decay": decay, "multiplier": mult, "router": router}
+                    for (mult, decay, router), members in rows.items()
+                ],
+                betas=settings.betas,
+                eps=settings.eps,
+                fused=True,
+            )
+            for device, rows in devices.items()
+        }
         for part in self.parts.values():  # now, as a checkpoint is loaded into them
-            self.adamw.state[part] = {
+            self.adamws[part.device].state[part] = {
                 "step": torch.zeros((), device=part.device),
                 "exp_avg": torch.zeros_like(part),
                 "exp_avg_sq": torch.zeros_like(part),
             }
 
+    def _state(self, part: nn.Parameter) -> dict[str, Tensor]:
+        return self.adamws[part.device].state[part]
+
     def step(self, lr: float, scale: Tensor, skip: Tensor, routers_frozen: bool = False) -> None:
         """Update from the parts' `.grad`, divided by `scale`, unless `skip` is 1."""
-        self.adamw.grad_scale, self.adamw.found_inf = scale, skip
-        for group in self.adamw.param_groups:
-            frozen = routers_frozen and group["router"]
-            group["lr"] = 0.0 if frozen else lr * group["multiplier"]
-        self.adamw.step()
+        for device, adamw in self.adamws.items():
+            adamw.grad_scale, adamw.found_inf = scale.to(device), skip.to(device)
+            for group in adamw.param_groups:
+                frozen = routers_frozen and group["router"]
+                group["lr"] = 0.0 if frozen else lr * group["multiplier"]
+            adamw.step()
 
     def tensors(self, starts: Mapping[str, int]) -> dict[str, FlatShard]:
         """Weights and moments; `starts`: first element of each part in its logical tensor."""
         found = {}
         for name, part in self.parts.items():
-            place, state = self.places[name], self.adamw.state[part]
+            place, state = self.places[name], self._state(part)
             total = torch.Size(place.shape).numel()
             for kind, flat in (
                 ("weights", part.detach()),
@@ -299,13 +308,13 @@ class ShardedAdamW:
 
     def counter(self) -> Tensor:
         """Updates applied so far: a scalar that stands for all parts'."""
-        return self.adamw.state[next(iter(self.parts.values()))]["step"]
+        return self._state(next(iter(self.parts.values())))["step"]
 
     def spread_counter(self) -> None:
         """Give all parts the count of the first, which a checkpoint has filled."""
         counter = self.counter()
         for part in self.parts.values():
-            step = self.adamw.state[part]["step"]
+            step = self._state(part)["step"]
             if step is not counter:
                 step.copy_(counter)
 
@@ -313,7 +322,7 @@ class ShardedAdamW:
         """All weights and moments."""
         found = []
         for part in self.parts.values():
-            state = self.adamw.state[part]
+            state = self._state(part)
             found += [part.detach(), state["exp_avg"], state["exp_avg_sq"]]
         return found
 
@@ -357,33 +366,60 @@ def check_replicas(engine: Engine, mesh: Mesh) -> None:
         )
 
 
-def resolve_engine(name: str, plan: MeshPlan, offload: bool) -> str | None:
+def resolve_engine(
+    name: str, plan: MeshPlan, offload: Offload | None = None, device_type: str = "cpu"
+) -> str | None:
     """The engine that `parallel.engine` means here; None for one process, which uses none.
+
+    Args:
+        device_type: "cpu" or "cuda", of the run.
 
     Raises:
         ValueError: an unknown engine, one that is not installed, or one that cannot do what is
             asked.
     """
+    offload = offload or Offload()
     if name not in ENGINES:
         raise ValueError(f"parallel.engine={name!r} is unknown; allowed: {', '.join(ENGINES)}")
     if plan.world == 1:
-        if offload:
-            raise ValueError(
-                "parallel.offload=true needs several processes: one process uses no engine"
-            )
+        if offload.asked:
+            raise ValueError(f"{offload.asked} needs several processes: one process uses no engine")
         return None
     if name == "auto":
-        name = "deepspeed" if offload else "fsdp2"
-    if name == "fsdp2" and offload:
-        raise ValueError(
-            "parallel.offload=true needs parallel.engine=deepspeed (or auto); fsdp2 keeps all "
-            "state on the device"
-        )
-    if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise ValueError(
-            "parallel.engine=deepspeed needs the package: pip install 'tessera-moe[deepspeed]'"
-        )
+        name = "deepspeed" if offload.asked else "fsdp2"
+    if name == "fsdp2" and offload.asked:
+        _check_fsdp2(offload)
+    if name == "deepspeed":
+        if importlib.util.find_spec("deepspeed") is None:
+            asked = "parallel.engine=deepspeed" if offload.asked is None else offload.asked
+            hint = (
+                ", or parallel.engine=fsdp2"
+                if (offload.state, offload.weights, offload.adam) == ("cpu", "cpu", "torch")
+                else ""
+            )
+            raise ValueError(
+                f"{asked} needs the package: pip install 'tessera-moe[deepspeed]'{hint}"
+            )
+        if offload.adam == "deepspeed":
+            from parallel.deepspeed_adam import check_adam
+
+            check_adam("cuda" if offload.state == "none" and device_type == "cuda" else "cpu")
     return name
+
+
+def _check_fsdp2(offload: Offload) -> None:
+    if "nvme" in (offload.state, offload.weights) or offload.adam != "torch":
+        wanted = next(f"{k}={v}" for k, v in offload.named() if v in ("nvme", "deepspeed"))
+        raise ValueError(
+            f"parallel.{wanted} needs parallel.engine=deepspeed (or auto); allowed with "
+            "parallel.engine=fsdp2: offload=cpu with offload_weights=cpu, adam=torch"
+        )
+    if offload.state != offload.weights:
+        raise ValueError(
+            f"{offload.asked} alone needs parallel.engine=deepspeed (or auto): the weights of "
+            "fsdp2 are its master weights; it can do parallel.offload=cpu together with "
+            "parallel.offload_weights=cpu"
+        )
 
 
 def make_engine(
@@ -398,12 +434,12 @@ def make_engine(
     settings: AdamSettings | None = None,
     options: ExpertParallelOptions | None = None,
     dtype: torch.dtype = torch.float32,
-    offload: bool = False,
+    offload: Offload | None = None,
 ) -> Engine:
     """Shard a model and give it an optimizer; all ranks call it alike.
 
     Args:
-        name: `parallel.engine`; auto is deepspeed when weights are offloaded, else fsdp2.
+        name: `parallel.engine`; auto is deepspeed when something is offloaded, else fsdp2.
         model: float32 weights (they become the master weights), on the device, or on "meta" and
             then filled by `fill` or from a checkpoint. Changed in place.
         groups: of the optimizer, by logical names.
@@ -413,12 +449,13 @@ def make_engine(
         num_terms: loss terms of a step.
         dtype: of weights and activations in forward and backward; gradients are reduced in
             float32 whatever it is.
-        offload: keep optimizer state and master weights in host memory (deepspeed).
+        offload: what lies outside of the device; None: nothing.
 
     Raises:
         ValueError: an unknown engine, one that is not installed or cannot do what is asked.
     """
-    resolved = resolve_engine(name, mesh.plan, offload)
+    offload = offload or Offload()
+    resolved = resolve_engine(name, mesh.plan, offload, mesh.device.type)
     if resolved is None:
         raise ValueError(
             f"parallel.engine={name} needs several processes; one process uses no engine"
@@ -431,6 +468,7 @@ def make_engine(
         )
     arguments = (model, mesh, groups, units, guard)
     common = {
+        "offload": offload,
         "num_terms": num_terms,
         "settings": settings or AdamSettings(),
         "options": options or ExpertParallelOptions(),
@@ -439,7 +477,7 @@ def make_engine(
     if resolved == "deepspeed":
         from parallel.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(*arguments, offload=offload, **common)
+        return DeepSpeedEngine(*arguments, **common)
     from parallel.fsdp2_engine import Fsdp2Engine
 
     return Fsdp2Engine(*arguments, **common)

@@ -4,6 +4,7 @@
                      reduce-scattered after every micro-batch, summed over nodes once a step
     experts          one unit per layer: sharded over the ranks that share them
     routers          outside: whole, float32, summed once a step
+    offloaded        shards, which are the master weights, gradients and moments in host memory
 
 Known traps (torch 2.13) and how they are met:
 
@@ -28,13 +29,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from parallel.engine import AdamSettings, GlobalSums, Group, Guard, ShardedAdamW, prepare
 from parallel.expert_parallel import ExpertParallelOptions, ParallelExperts
 from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh
+from parallel.offload import Offload
 
 
 class Fsdp2Engine:
@@ -52,14 +59,20 @@ class Fsdp2Engine:
         settings: AdamSettings,
         options: ExpertParallelOptions,
         dtype: torch.dtype,
+        offload: Offload,
     ) -> None:
         self.model, self.mesh, self.guard, self.settings = model, mesh, guard, settings
         self.groups = groups
         self.places = prepare(model, mesh, groups, options, flat_experts=True)
         meta = any(parameter.is_meta for parameter in model.parameters())
-        wrap(model, mesh, units, [model.get_parameter(n) for n in self._named("router")], dtype)
+        routers = [model.get_parameter(name) for name in self._named("router")]
+        on_host = offload.state != "none"
+        wrap(model, mesh, units, routers, dtype, on_host)
         if meta:
-            _to_empty(model, mesh.device)
+            _to_empty(model, torch.device("cpu") if on_host else mesh.device)
+            for module in model.modules():
+                for key, buffer in module._buffers.items():
+                    module._buffers[key] = buffer if buffer is None else buffer.to(mesh.device)
         for name in self._named("router"):  # FSDP has moved the others
             router = model.get_parameter(name)
             router.data = router.data.to(mesh.device)
@@ -194,12 +207,14 @@ def wrap(
     units: Sequence[nn.Module],
     routers: Sequence[nn.Parameter],
     dtype: torch.dtype,
+    on_host: bool = False,
 ) -> None:
     """Make units of a model whose experts are split; sums instead of means, and prefetching.
 
     Args:
         units: see `parallel.engine.make_engine`.
         routers: parameters that stay whole.
+        on_host: keep shards and their gradients in host memory.
     """
     master = next(p.dtype for p in model.parameters() if not any(p is r for r in routers))
     policy = MixedPrecisionPolicy(
@@ -208,7 +223,9 @@ def wrap(
         # Gates are float32 and must stay so; modules cast what they want cast.
         cast_forward_inputs=False,
     )
-    common = {"mp_policy": policy, "ignored_params": set(routers)}
+    common: dict[str, Any] = {"mp_policy": policy, "ignored_params": set(routers)}
+    if on_host:
+        common["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     dense, expert = (_shard_mesh(mesh, kind) for kind in ("dense", "expert"))
     inner: dict[nn.Module, list[FSDPModule]] = {}
     for unit in units:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -99,8 +100,13 @@ class SymmetricMemory:
             _driver("cuStreamWaitValue32_v2", stream, flag, self._raised)  # at least that
 
 
+@cache
+def _function(name: str) -> Any:
+    return getattr(ctypes.CDLL("libcuda.so.1"), name)
+
+
 def _driver(name: str, stream: int, address: int, value: int) -> None:
-    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function = _function(name)
     arguments = (
         ctypes.c_void_p(stream),
         ctypes.c_uint64(address),

@@ -12,8 +12,11 @@ microseconds on the wire, one exchange after the other, as on a slow network: th
 schedule on a machine without one. With --traces the profiler's timelines are kept, and the share
 of the time that rows move in which the GPU computes as well is read out of them.
 
-engine: whole steps of a config on random tokens, by the trainer's own model, engine and step:
-tokens per second, peak memory, losses. `--small` takes the narrow model of scripts/verify.py.
+engine: whole steps of a config on packed rows of the bundled novel, by the trainer's own model,
+engine and step: tokens per second, peak memory, losses (those of --nproc 1 with the same
+train.global_batch_size are of the same rows). --exposed also times steps whose rows arrive at once,
+and says what share of the exchange is hidden in the whole step. --routing balanced forces all
+experts to the same load. --small takes the narrow model of scripts/verify.py.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import json
 import re
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,22 +34,27 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe import MoE, MoEConfig
-from parallel.expert_parallel import ExpertParallelOptions, expert_parallel, make_transport
+from moe.control import begin_step
+from parallel.expert_parallel import (
+    ExpertParallelOptions,
+    ParallelExperts,
+    expert_parallel,
+    make_transport,
+)
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.processes import run_processes
 from parallel.transport import Pending, Split, Transport
 from parallel.world import joined
 from scripts import verify
-from training.assemble import make_trainee
+from scripts.bench_train import TEXT, force_balance
+from training.assemble import make_trainee, model_config
 from training.config import Config, Plan, load_config, make_plan
-from training.data.batch import make_batch
-from training.data.order import Row
+from training.data import Batch, build_data, load_tokenizer
 from training.loop import agree_on_step, train_step
 
 MODES = {
@@ -81,13 +90,14 @@ class Measured:
 
     def __init__(self, inner: Transport, free: bool, row_s: float) -> None:
         self.inner, self.free, self.row_s = inner, free, row_s
-        self.rows, self.busy_until = 0, 0.0
+        self.rows, self.starts, self.busy_until = 0, 0, 0.0
         self.arrived: dict[tuple, Tensor] = {}
 
     def start(self, rows: Tensor, split: Split) -> Pending:
         if rows.dim() < 2 or (rows.dtype == torch.uint8 and rows.shape[1] <= 12):
             return self.inner.start(rows, split)
         self.rows += rows.shape[0]
+        self.starts += 1
         if self.free:
             # Random, as products of zeros draw less power and are faster than real ones.
             shape = (sum(split.receive), *rows.shape[1:])
@@ -149,7 +159,7 @@ def bench_layer(
     layer = MoE(config, device=device, dtype=dtype)
     torch.manual_seed(rank)
     x = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype, requires_grad=True)
-    table = []
+    table, started = [], time.perf_counter()
     for name, settings in MODES.items():
         if device_type == "cpu" and settings.get("transport") == "pull":
             continue
@@ -179,7 +189,7 @@ def bench_layer(
             row |= _traced(parallel, x, device, path)
         table.append(row)
         if rank == 0:
-            print(json.dumps(row), flush=True)
+            print(f"{time.perf_counter() - started:.0f} s", json.dumps(row), flush=True)
     return table
 
 
@@ -232,9 +242,13 @@ def _length(spans: list[tuple[float, float]]) -> float:
 def _alone(inner, x: Tensor, rows: int, options, mesh, row_s: float, repeats: int) -> float:
     """Milliseconds of one direction's exchanges of that many rows, out and back, nothing else."""
     size, rank = mesh.plan.expert, mesh.place("expert")
+    same = torch.tensor(rows, device=x.device)
+    dist.all_reduce(same, op=dist.ReduceOp.MAX)  # all ranks must agree on sizes
+    rows = int(same)
     steps = (options.chunks or 2) if options.schedule == "all" else size - 1
     each = max(1, rows // max(1, steps * (size - 1)))
     times = []
+    sent = x.detach().new_zeros(each * steps * size, x.shape[1])
     for _ in range(repeats + 1):
         dist.barrier()
         _wait_for(x.device)
@@ -250,8 +264,7 @@ def _alone(inner, x: Tensor, rows: int, options, mesh, row_s: float, repeats: in
                         table[source, (source + step + 1) % size] = each * steps
                 split = Split(table.numpy(), rank)
                 split = split.reversed() if back else split
-                sent = x.detach().new_zeros(sum(split.send), x.shape[1])
-                flights.append(wire.start(sent, split))
+                flights.append(wire.start(sent[: sum(split.send)], split))
             for flight in flights:
                 flight.wait()
         _wait_for(x.device)
@@ -267,58 +280,85 @@ def _wait_for(device: torch.device) -> None:
 # ---- whole steps ---------------------------------------------------------------------------------
 
 
-def bench_engine(config: Config, plan: Plan, steps: int) -> dict[str, Any]:
+def bench_engine(
+    config: Config, plan: Plan, steps: int, balanced: bool, exposed: bool, folder: str
+) -> dict[str, Any]:
     """Seconds a step and peak memory of this rank, by the trainer's own model, engine and step."""
     world = joined()
     device = torch.device(plan.device, world.local_rank if plan.device == "cuda" else None)
     started = time.perf_counter()
+    tokenizer = load_tokenizer(config.data, Path(folder) / f"tokenizer_{world.rank}")
     trainee = make_trainee(
-        config, config.model.config, plan, device, steps=config.train.steps or 1000
+        config, model_config(config, tokenizer), plan, device, steps=config.train.steps or 1000
     )
+    begin_step(trainee.model, 1)
+    if balanced:
+        for module in trainee.model.modules():
+            if isinstance(module, MoE):
+                module.routing_hook = force_balance
+    data = build_data(config.data, tokenizer, seed=config.run.seed)
+    stream = data.steps(
+        global_batch_size=config.train.global_batch_size, micro_batch_size=plan.micro_batch_size,
+        rank=world.rank, world=world.size, steps=steps + 2, pin_memory=plan.device == "cuda",
+    )  # fmt: skip
+    given = [list(batches) for batches in stream]
+    stream.close()
     building = time.perf_counter() - started
-    vocabulary, length = config.model.config.vocab_size, config.data.seq_len
+    times: list[float] = []
 
-    def row(number: int) -> Row:  # of the whole step, so that any layout has the same ones
-        tokens = np.random.default_rng(number).integers(0, vocabulary, length + 1)
-        return Row(tokens[:-1], tokens[1:].copy(), [length])
-
-    first = world.rank * plan.accumulation * plan.micro_batch_size
-    batches = []
-    for start in range(first, first + plan.accumulation * plan.micro_batch_size,
-                       plan.micro_batch_size):  # fmt: skip
-        rows = [row(start + i) for i in range(plan.micro_batch_size)]
-        batches.append(make_batch(rows, [(0, 0, 0)] * len(rows), length, 0))
-    times, losses = [], []
-    for step in range(1, steps + 3):
+    def train(number: int, batches: list[Batch]) -> float:
         dist.barrier()
         _wait_for(device)
         start = time.perf_counter()
         result = train_step(
-            trainee.forward,
-            trainee.optimizer,
-            batches,
-            agree_on_step(world, batches, stop=False),
-            step=step,
-            lr=config.optim.lr,
-            router=config.router,
-            world=world,
-            device=device,
-        )
+            trainee.forward, trainee.optimizer, batches, agree_on_step(world, batches, stop=False),
+            step=number, lr=config.optim.lr, router=config.router, world=world, device=device,
+        )  # fmt: skip
         _wait_for(device)
         times.append(time.perf_counter() - start)
-        losses.append(float(result.numbers[0]))
+        return float(result.numbers[0])
+
+    losses = []
+    for number, batches in enumerate(given, 1):
+        losses.append(train(number, batches))
         if world.main:
-            print(f"step {step}: {times[-1]:.3f} s, loss {losses[-1]:.5f}", flush=True)
+            print(f"step {number}: {times[-1]:.3f} s, loss {losses[-1]:.5f}", flush=True)
     seconds = statistics.median(times[2:])
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if plan.device == "cuda" else None
-    return {
+    row: dict[str, Any] = {
         "engine": type(trainee.optimizer).__name__,
         "building s": building,
         "step s": seconds,
         "tokens/s": plan.tokens_per_step / seconds,
         "peak GiB": memory,
-        "losses": " ".join(f"{loss:.5f}" for loss in losses),
     }
+    if exposed:
+        row |= _exposed(trainee, train, given, times, seconds, plan)
+    return row | {"losses": " ".join(f"{loss:.5f}" for loss in losses)}
+
+
+def _exposed(trainee, train, given, times: list[float], seconds: float, plan: Plan) -> dict:
+    """What steps would take if rows arrived at once, what the exchanges take alone, and so the
+    share that is hidden. The weights are of no use afterwards."""
+    layers = [m for m in trainee.model.modules() if isinstance(m, ParallelExperts)]
+    inner, mesh = layers[0].transport, layers[0].mesh
+    free = Measured(inner, True, 0.0)
+    for layer in layers:
+        layer.transport = free
+    times.clear()
+    for number, batches in enumerate(given, 1):
+        train(number, batches)
+    # out and back make a pair; every exchange is of the same number of chunks
+    chunks = layers[0].cut.num_steps
+    pairs = free.starts / len(given) / 2 / chunks
+    rows = round(free.rows / free.starts * chunks)
+    width = trainee.model.config.hidden_size
+    x = torch.zeros(1, width, device=mesh.device, dtype=getattr(torch, plan.dtype))
+    alone = pairs * _alone(inner, x, rows, layers[0].options, mesh, 0.0, 5) / 1e3
+    numbers = torch.tensor([seconds, statistics.median(times[2:]), alone], device=mesh.device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    step, without, alone = numbers.tolist()
+    return {"free step s": without, "alone s": alone, "hidden": 1 - (step - without) / alone}
 
 
 # ---- the program ---------------------------------------------------------------------------------
@@ -342,20 +382,32 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds until stacks are shown"
     )
+    parser.add_argument("--routing", default="real", choices=("real", "balanced"))
+    parser.add_argument("--exposed", action="store_true", help="engine: share that is hidden")
     parser.add_argument("--small", action="store_true", help="engine: narrow model")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     given = parser.parse_intermixed_args(arguments)
     device_type = "cpu" if given.cpu or not torch.cuda.is_available() else "cuda"
     if given.what == "engine":
-        config = load_config(given.config, given.overrides)
+        config = load_config(given.config, [*TEXT, "data.workers=0", *given.overrides])
         if given.small:
             config = verify.shrunk(config)
+            vocabulary = {"vocab_size": 4096}
+            small = config.model.config.model_copy(update=vocabulary)
+            config = config.model_copy(
+                update={"model": config.model.model_copy(update={"config": small})}
+            )
         plan = make_plan(config, given.nproc, cuda=device_type == "cuda")
         print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
-        table = run_processes(
-            given.nproc, bench_engine, config, plan, given.repeats, device_type=plan.device,
-            timeout_s=given.timeout,
-        )  # fmt: skip
+        if given.exposed and plan.mesh.expert == 1:
+            print("error: --exposed: the experts of this layout are not split", file=sys.stderr)
+            return 2
+        with tempfile.TemporaryDirectory() as folder:
+            table = run_processes(
+                given.nproc, bench_engine, config, plan, given.repeats,
+                given.routing == "balanced", given.exposed, folder, device_type=plan.device,
+                timeout_s=given.timeout,
+            )  # fmt: skip
     else:
         if device_type == "cuda":
             # OLMoE's layer

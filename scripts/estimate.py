@@ -64,6 +64,9 @@ def active_parameters(config: Config, counts: dict[str, int]) -> int:
     return sum(counts.values()) - unused
 
 
+OFFLOADED = ["parallel.offload=cpu", "parallel.offload_weights=cpu"]
+
+
 def remedies(config: Config, overrides: list[str], path: str) -> Iterator[tuple[str, Config]]:
     """Changes that need less memory, the cheapest first, each as (what to type, its config)."""
     train = config.train
@@ -117,6 +120,10 @@ def main(arguments: list[str] | None = None) -> int:
     show("parameters", rows)
 
     memory = process_memory(config, plan)
+    outside = [
+        ("in host memory", memory.host, "offloaded; of each process, not of each host"),
+        ("in files", memory.disk, "offloaded to parallel.offload_path, likewise"),
+    ]
     show(
         f"memory of each process, GiB ({plan.dtype}, micro-batch {plan.micro_batch_size} x "
         f"{config.data.seq_len}, checkpointing {config.train.checkpointing})",
@@ -128,6 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             ("activations", _gib(memory.activations), "peak of one micro-batch, by replay"),
             ("context", _gib(memory.context), "CUDA, communication; a fixed guess"),
             ("all", _gib(memory.total), ""),
+            *((name, _gib(size), remark) for name, size, remark in outside if size),
         ],
     )
 
@@ -171,6 +179,7 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
     """Say whether it fits and, if not, what would; the exit code."""
     from training.memory import process_memory
 
+    cuda = plan.device == "cuda"
     if options.gpu_memory is None:
         print("fits? give --gpu-memory GIB for a verdict")
         return 0
@@ -185,12 +194,23 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
             f"  weights and optimizer alone take {memory.states / GIB:.1f} GiB of each process: "
             + _more_processes(config, plan, limit)
         )
+        for words in (["parallel.offload=cpu"], OFFLOADED):
+            try:
+                moved = load_config(options.config, [*options.overrides, *words])
+                moved_plan = make_plan(moved, options.gpus, cuda=cuda, hosts=options.hosts)
+            except ConfigError:
+                continue
+            need = process_memory(moved, moved_plan)
+            if need.total <= limit:
+                print(
+                    f"  fits with {' '.join(words)}: {need.total / GIB:.1f} GiB, and "
+                    f"{need.host / GIB:.0f} GiB of host memory for each process"
+                )
+                break
         return 1
     for words, changed in remedies(config, options.overrides, options.config):
         try:
-            changed_plan = make_plan(
-                changed, options.gpus, cuda=plan.device == "cuda", hosts=options.hosts
-            )
+            changed_plan = make_plan(changed, options.gpus, cuda=cuda, hosts=options.hosts)
         except ConfigError:
             continue
         need = process_memory(changed, changed_plan).total

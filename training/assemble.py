@@ -255,7 +255,7 @@ def _sharded(config: Config, plan: Plan, model: Decoder, device: torch.device) -
         settings=AdamSettings((optim.betas[0], optim.betas[1]), optim.eps, optim.clip_norm),
         options=plan.exchange,
         dtype=DTYPES[plan.dtype],
-        offload=config.parallel.offload,
+        offload=plan.offload,
     )
     reset_buffers(model)
     return Trainee(model, engine.model, engine)

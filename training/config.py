@@ -56,6 +56,7 @@ from training.data.config import DataConfig
 if TYPE_CHECKING:
     from parallel.expert_parallel import ExpertParallelOptions
     from parallel.mesh import MeshPlan
+    from parallel.offload import Offload
 
 __all__ = [
     "Config",
@@ -233,9 +234,17 @@ class ParallelConfig(Section):
     """across_nodes: a node's ranks share the node's experts and tokens travel between nodes.
     within_node: tokens travel between the ranks of a node, and every node holds all experts."""
     engine: Literal["auto", "fsdp2", "deepspeed"] = "auto"
-    """ZeRO-3 by PyTorch's FSDP2 or by DeepSpeed. auto: deepspeed with `offload`, else fsdp2."""
-    offload: bool = False
-    """Keep optimizer state and master weights in host memory (deepspeed)."""
+    """ZeRO-3 by PyTorch's FSDP2 or by DeepSpeed. auto: deepspeed where something is offloaded or
+    its Adam is asked for, else fsdp2."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where gradients, master weights and moments lie and the update runs: on the device, in host
+    memory, or, but for gradients, in files of `offload_path`."""
+    offload_weights: Literal["none", "cpu", "nvme"] = "none"
+    """Where a process keeps its part of the weights between their uses, likewise."""
+    offload_path: str | None = None
+    """Folder on a local disk of every host, for nvme."""
+    adam: Literal["torch", "deepspeed"] = "torch"
+    """PyTorch's fused AdamW or DeepSpeed's kernels (deepspeed), which are compiled on first use."""
     chunks: Positive | None = None
     """Parts of a micro-batch that travel while others are computed; empty: 2."""
     schedule: Literal["all", "pairwise"] = "all"
@@ -448,6 +457,8 @@ class Plan:
     """"fsdp2" or "deepspeed"; None for one process, which needs none."""
     exchange: ExpertParallelOptions
     """How tokens travel to experts of other processes."""
+    offload: Offload
+    """What lies outside of the device."""
     micro_batch_size: int
     """Rows of one forward pass in one process: the largest divisor of its rows up to the
     setting."""
@@ -511,7 +522,7 @@ def make_plan(
             f"model.save='fp8_h' needs train.dtype='bfloat16', this run's is {dtype!r}; allowed "
             "here: h, x"
         )
-    mesh, engine, exchange = plan_layout(
+    mesh, engine, exchange, offload = plan_layout(
         config.parallel, config.model.config, world_size, device, hosts
     )
     check_rounding(config, micro_batch)
@@ -526,6 +537,7 @@ def make_plan(
         mesh=mesh,
         engine=engine,
         exchange=exchange,
+        offload=offload,
         micro_batch_size=micro_batch,
         accumulation=rows // micro_batch,
         rows_per_rank=rows,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from parallel.engine import resolve_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import MeshPlan, plan_mesh
+from parallel.offload import Offload
 from training.config_load import ConfigError
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 def plan_layout(
     parallel: ParallelConfig, model: ModelConfig, world_size: int, device: str, hosts: int
-) -> tuple[MeshPlan, str | None, ExpertParallelOptions]:
-    """Layout, engine (None for one process) and exchange; no process group is needed for it.
+) -> tuple[MeshPlan, str | None, ExpertParallelOptions, Offload]:
+    """Layout, engine (None for one process), exchange and what lies outside of the device; no
+    process group is needed for it.
 
     Raises:
         ConfigError: what cannot work with this many processes, or has no effect there.
@@ -35,7 +37,10 @@ def plan_layout(
             transport=parallel.transport,
         )
         exchange.check(mesh, device)
-        engine = resolve_engine(parallel.engine, mesh, parallel.offload)
+        offload = Offload(
+            parallel.offload, parallel.offload_weights, parallel.offload_path, parallel.adam
+        )
+        engine = resolve_engine(parallel.engine, mesh, offload, device)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return mesh, engine, exchange
+    return mesh, engine, exchange, offload

@@ -186,6 +186,10 @@ class Memory:
     activations: int
     context: int
     """CUDA's own, and communication buffers with several processes."""
+    host: int = 0
+    """What is offloaded to host memory, beside all that."""
+    disk: int = 0
+    """What is offloaded to files."""
 
     @property
     def states(self) -> int:
@@ -230,7 +234,8 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
     """Several: shards of float32 weights, gradients and moments, and what is whole for a while.
 
     While a block computes, its weights and those of the next one are gathered; its gradient is
-    whole once in the dtype of the products and once in float32 for the reduction.
+    whole once in the dtype of the products and once in float32 for the reduction. What is offloaded
+    is on the device for moments only.
     """
     model, mesh = build_model(config.model.config, device="meta"), plan.mesh
     kinds = parameter_kinds(model)
@@ -247,10 +252,21 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
         block = ".".join(name.split(".")[:2])
         blocks[block] = blocks.get(block, 0) + count
     width, largest = DTYPES[plan.dtype].itemsize, max(blocks.values())
-    on_device = 0 if config.parallel.offload else 1
+    offload, deepspeed = plan.offload, plan.engine == "deepspeed"
+    places = {"none": 0, "cpu": 0, "nvme": 0}
+    # DeepSpeed keeps weights for the products beside the float32 ones, which FSDP2 casts anew.
+    places[offload.weights] += width * held if deepspeed else 0
+    shards = places["none"]
+    places[offload.state] += 12 * held
+    on_device = offload.state == "none"
+    if not on_device:
+        # DeepSpeed: as they are added up, and as the update reads them.
+        places["cpu"] += (8 if deepspeed else 4) * held
     return {
-        "weights": 2 * width * largest,
-        "gradients": 4 * held + (width + 4) * largest,
+        "weights": shards + 2 * width * largest,
+        "gradients": 4 * held * on_device + (width + 4) * largest,
         "masters": 4 * held * on_device,
         "moments": 8 * held * on_device,
+        "host": places["cpu"],
+        "disk": places["nvme"],
     }

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from parallel import World
 from parallel.engine import make_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import build_mesh, plan_mesh
+from parallel.offload import Offload
 from tests.distributed import tiny
 from tests.distributed.launch import run
 from training.checkpoint import Saver, Snapshot, load_tensors, stored_tensors
@@ -48,7 +50,7 @@ class Case:
     options: ExpertParallelOptions = field(default_factory=ExpertParallelOptions)
     checkpointing: str = "none"
     meta: bool = False
-    offload: bool = False
+    offload: Offload = field(default_factory=Offload)
 
 
 FEW = (("num_experts", 3), ("num_experts_per_tok", 2))
@@ -60,8 +62,15 @@ CASES = {
     ),
     "fewer experts than ranks": Case(nodes=1, expert=1, family="mixtral", changes=FEW),
     "tied weights": Case(family="qwen3_moe_sparse_step"),
-    "offload to host memory": Case(offload=True, nodes=4),
+    "offload to host memory": Case(offload=Offload("cpu"), nodes=4),
+    "weights too": Case(offload=Offload("cpu", "cpu")),
+    "weights alone": Case(offload=Offload(weights="cpu"), nodes=1, expert=1),
+    "all in files": Case(offload=Offload("nvme", "nvme", "@"), meta=True),
 }
+if "TESSERA_BUILD_OPS" in os.environ:  # a minute of compiling, once
+    CASES["in files, by DeepSpeed's Adam"] = Case(
+        offload=Offload("nvme", path="@", adam="deepspeed")
+    )
 
 
 def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
@@ -105,7 +114,9 @@ def _reference(family: str, changes, meta: bool):
     return gradients, optimizer, seen
 
 
-def _run_case(case: Case) -> str:
+def _run_case(case: Case, folder: str) -> str:
+    if case.offload.path is not None:
+        case = replace(case, offload=replace(case.offload, path=f"{folder}/disk"))
     config = tiny.config(case.family, **dict(case.changes))
     gradients, optimizer, want = _reference(case.family, case.changes, case.meta)
     engine = _engine(case, config)
@@ -168,6 +179,7 @@ def _crossed(folder: str) -> dict[str, str]:
     group = dist.new_group(backend="gloo")
     world = World(dist.get_rank(), WORLD, 0, WORLD, dist.group.WORLD, group, group)
     _, want = tiny.train_one_process(tiny.build(config), config, steps=2)
+    files = Offload("nvme", "nvme", f"{folder}/disk")
 
     def fsdp2(nodes: int):
         mesh = build_mesh(plan_mesh(WORLD, nodes, nodes, num_experts=8), torch.device("cpu"))
@@ -178,8 +190,12 @@ def _crossed(folder: str) -> dict[str, str]:
         )  # fmt: skip
 
     for name, first, second in (
-        ("deepspeed 2x2 -> fsdp2 4x1", _engine(Case(), config), fsdp2(4)),
-        ("fsdp2 2x2 -> deepspeed 4x1", fsdp2(2), _engine(Case(nodes=4, expert=4), config)),
+        ("deepspeed 2x2, files -> fsdp2 4x1", _engine(Case(offload=files), config), fsdp2(4)),
+        (
+            "fsdp2 2x2 -> deepspeed 4x1, host memory",
+            fsdp2(2),
+            _engine(Case(nodes=4, expert=4, offload=Offload("cpu", "cpu")), config),
+        ),
     ):
         got = tiny.train_engine(first, config, dist.get_rank(), WORLD, steps=1)
         saver = Saver(Path(folder) / name.replace(" ", "_"), world, background=True)
@@ -254,7 +270,7 @@ def _everything(folder: str) -> dict:
     cases = {}
     for name, case in CASES.items():
         try:
-            cases[name] = _run_case(case)
+            cases[name] = _run_case(case, folder)
         except Exception:
             raise RuntimeError(f"case {name!r}:\n{traceback.format_exc()}") from None
     return {

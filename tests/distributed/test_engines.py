@@ -22,6 +22,7 @@ from models.execution import apply_checkpointing, compile_blocks
 from parallel.engine import check_replicas, make_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import build_mesh, plan_mesh
+from parallel.offload import Offload
 from tests.distributed import tiny
 from tests.distributed.launch import run
 from training.optim import MasterAdamW
@@ -43,6 +44,7 @@ class Case:
     checkpointing: str = "none"
     meta: bool = False
     compiled: bool = False
+    offload: Offload = field(default_factory=Offload)
 
 
 FEW = (("num_experts", 3), ("num_experts_per_tok", 2))
@@ -64,6 +66,7 @@ TRAINED = {
     "from meta, fewer experts than ranks": Case(
         nodes=1, expert=1, family="mixtral", meta=True, changes=FEW
     ),
+    "offloaded, from meta": Case(meta=True, offload=Offload("cpu", "cpu")),
 }
 
 
@@ -79,6 +82,7 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
     engine = make_engine(
         "fsdp2", model, mesh, groups, tiny.units_of(model), tiny.guard_of(),
         num_terms=3, settings=tiny.SETTINGS, options=case.options, dtype=dtype,
+        offload=case.offload,
     )  # fmt: skip
     if case.compiled:
         compile_blocks(model, backend="eager")
@@ -272,7 +276,7 @@ def _refusals() -> list[str]:
     found = []
     for name, these, options in (
         ("zero", groups, {}),
-        ("fsdp2", groups, {"offload": True}),
+        ("fsdp2", groups, {"offload": Offload("cpu")}),
         ("fsdp2", groups[1:], {}),
         ("fsdp2", groups, {"half": True}),
     ):
@@ -396,6 +400,6 @@ def test_refusals(results):
     for result in results:
         unknown, offload, group, half = result["refusals"]
         assert unknown == "parallel.engine='zero' is unknown; allowed: auto, fsdp2, deepspeed"
-        assert "parallel.offload=true needs parallel.engine=deepspeed" in offload
+        assert "parallel.offload=cpu alone needs parallel.engine=deepspeed" in offload
         assert "is in no optimizer group" in group
         assert "torch.bfloat16" in half and "float32" in half

@@ -100,10 +100,18 @@ def test_states_of_several_processes_are_those_of_the_engine(tmp_path, monkeypat
     assert memory.masters == pytest.approx(4 * held, rel=1e-3)
     assert memory.moments == 2 * memory.masters
     assert memory.masters < memory.gradients < 2 * memory.masters
-    moved = load_config(write(tmp_path), ["train.micro_batch_size=1", "parallel.offload=true"])
     pytest.importorskip("deepspeed")
-    memory = process_memory(moved, make_plan(moved, 8, cuda=False, hosts=4))
-    assert memory.masters == memory.moments == 0
+    words = ["train.micro_batch_size=1", "train.dtype=bfloat16", "parallel.offload=cpu"]
+    files = ["parallel.offload_weights=nvme", "parallel.offload_path=/disk"]
+    moved, both = load_config(write(tmp_path), words), load_config(write(tmp_path), words + files)
+    moved = process_memory(moved, make_plan(moved, 8, cuda=False, hosts=4))
+    both = process_memory(both, make_plan(both, 8, cuda=False, hosts=4))
+    assert moved.masters == moved.moments == moved.disk == 0
+    assert moved.host == pytest.approx(20 * held, rel=1e-3)
+    assert memory.gradients - moved.gradients == pytest.approx(4 * held, rel=1e-3)
+    # DeepSpeed's own part of the weights, in bfloat16, is on the device or in a file.
+    assert both.host == moved.host and both.disk == pytest.approx(2 * held, rel=1e-3)
+    assert moved.weights - both.weights == both.disk and both.weights == memory.weights
 
 
 def saved_bytes(config: ModelConfig, rows: int, seq_len: int, **options) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 import train
 from parallel.expert_parallel import ExpertParallelOptions
+from parallel.offload import Offload
 from training.config import ConfigError, load_config, make_plan
 
 
@@ -44,8 +45,10 @@ def test_every_setting_arrives(tiny_config):
         found = plan(tiny_config, "parallel.nodes=4", f"parallel.{name}={word}").exchange
         assert found == dataclasses.replace(ExpertParallelOptions(), **{name: value})
     pytest.importorskip("deepspeed")
-    for word in ("parallel.engine=deepspeed", "parallel.offload=true"):
+    for word in ("parallel.engine=deepspeed", "parallel.offload_weights=cpu"):
         assert plan(tiny_config, word).engine == "deepspeed"
+    words = ["parallel.offload=nvme", "parallel.offload_path=/disk"]
+    assert plan(tiny_config, *words).offload == Offload("nvme", path="/disk")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +60,13 @@ def test_every_setting_arrives(tiny_config):
         ("parallel.nodes=4 parallel.expert=4 model.num_experts=6", "does not divide num_experts=6"),
         ("parallel.engine=zero", "parallel.engine='zero'"),
         (
-            "parallel.engine=fsdp2 parallel.offload=true",
-            "offload=true needs parallel.engine=deepspeed",
+            "parallel.engine=fsdp2 parallel.offload=cpu",
+            "parallel.offload=cpu alone needs parallel.engine=deepspeed",
         ),
+        ("parallel.offload=true", "parallel.offload=True must be one of"),
+        ("parallel.offload=nvme", "parallel.offload=nvme needs parallel.offload_path"),
+        ("parallel.offload_path=x", "parallel.offload_path='x' has no effect without"),
+        ("parallel.engine=fsdp2 parallel.adam=deepspeed", "parallel.adam=deepspeed needs"),
         ("parallel.chunks=3", "parallel.chunks=3 has no effect while the experts are not split"),
         ("parallel.deduplicate=false", "parallel.deduplicate=False has no effect"),
         ("parallel.nodes=4 parallel.transport=pull", "parallel.transport=pull needs CUDA devices"),
@@ -88,3 +95,15 @@ def test_a_layout_that_cannot_be_ends_with_2_before_any_process_joins(
     code = train.main([str(tiny_config), "train.micro_batch_size=1", "parallel.nodes=3"])
     told = capsys.readouterr().err
     assert code == 2 and told.count("\n") == 1 and "parallel.nodes=3" in told
+
+
+def test_one_process_offloads_nothing(tiny_config):
+    with pytest.raises(ConfigError, match=r"parallel\.offload=cpu needs several processes"):
+        plan(tiny_config, "parallel.offload=cpu", world=1)
+
+
+def test_adam_kernels_that_cannot_be_built_are_refused_with_the_remedy(tiny_config, monkeypatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("CXX", "no_such_compiler")
+    with pytest.raises(ConfigError, match=r"CPUAdam needs a C\+\+ compiler; install it, or leave"):
+        plan(tiny_config, "parallel.adam=deepspeed", "parallel.offload=cpu")
