@@ -116,6 +116,28 @@ def test_two_processes_equal_one_and_take_over_from_each_other(config, tmp_path)
     assert states[0] == states[1]
 
 
+def test_experts_are_revived_and_routers_learn_of_others_where_experts_are_split(config, tmp_path):
+    """Experts over two processes: the events and the curve of one process."""
+    words = ("router.revive_after=1", "router.init_std=5", "router.gradient=default")
+    words += ("train.steps=6", "log.every_steps=1")
+    runs = [tmp_path / f"runs/of{world}" for world in (1, 2)]
+    for world, folder in enumerate(runs, 1):
+        own = (f"run.name={folder.name}", *(["parallel.nodes=2"] if world == 2 else []))
+        finish(train(config, tmp_path, *words, *own, world=world))
+    told = [
+        [(e["step"], e["layer"], e["expert"], e["parent"]) for e in lines]
+        for lines in (
+            [e for e in read_lines(f / "events.jsonl") if e["event"] == "expert_revived"]
+            for f in runs
+        )
+    ]
+    assert told[0] == told[1]
+    assert told[0], "nothing was revived"
+    one, two = (curve(folder) for folder in runs)
+    for step in one:
+        assert two[step][0] == pytest.approx(one[step][0], rel=1e-5), step
+
+
 def test_two_processes_resume_exactly_and_a_second_signal_ends_at_once(config, tmp_path):
     finish(train(config, tmp_path, "run.name=whole", world=2))
     folder = tmp_path / "runs/stopped"
