@@ -86,6 +86,11 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("optim.router_lr_multiplier", "optim.router_weight_decay", "router.ema"),
     ),
     (
+        "once router.freeze_at=1 freezes the routers before the first step",
+        lambda c: c.router.freeze_at == 1 and c.router.default_fill == "gradient",
+        ("router.gradient", "router.rounding_dropped_grad"),
+    ),
+    (
         "while router.bias_update=none",
         lambda c: c.router.bias_update == "none",
         (
@@ -300,6 +305,13 @@ def _check_router(config: Config) -> None:
                     f"router.sample_temperature={router.sample_temperature:g} does not go with "
                     f"{name}; allowed there: {allowed}"
                 )
+    balanced = router.balance_coef > 0 or router.bias_update != "none"
+    if router.rounding != "none" and router.rounding_min_tiles == 0 and not balanced:
+        raise ValueError(
+            "router.rounding_min_tiles=0 takes all tokens from an expert with less than half a "
+            "tile of them, and without balancing nothing brings it back; allowed: 1 or more, a "
+            "router.balance_coef above 0, or a router.bias_update"
+        )
     if router.capacity_factor is not None:
         if router.rounding != "none":
             raise ValueError(

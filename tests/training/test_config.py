@@ -145,6 +145,14 @@ MISTAKES = [
     ("router.expert_dropout=0.5 model.num_experts_per_tok=8", "router.expert_dropout=0.5 needs"),
     ("router.balance_form=cv2 router.balance_scope=sequence", "which is a switch loss"),
     ("router.freeze_at=1 optim.router_lr_multiplier=0.5", "freezes the routers before the first"),
+    (
+        "router.freeze_at=1 router.gradient=default",
+        "router.gradient='default' has no effect once router.freeze_at=1",
+    ),
+    (
+        "router.rounding=nearest router.rounding_min_tiles=0 router.balance_coef=0",
+        "router.rounding_min_tiles=0 takes all tokens from an expert",
+    ),
     ("router.bias_update=sign router.end_steps=1 model.num_experts_per_tok=8", "cannot balance"),
     ("router.balance_coef=0 router.balance_scope=micro", "no effect while router.balance_coef=0"),
     ("router.gradient=dense model.num_experts_per_tok=8", "when a token takes all experts"),
