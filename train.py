@@ -143,6 +143,7 @@ def train(job: Job, stop: StopRequest) -> int:
                     device=job.device,
                     keep=job.last_counts,
                     health=job.trainee.health,
+                    graph=job.trainee.graph,
                 )
                 window.append(result)
             else:

@@ -99,9 +99,10 @@ def init_weights(model: Decoder, seed: int) -> None:
         if widths is not None:
             _init_mixed(model.config, name, parameter, widths, seed)
             continue
-        for expert, weight in enumerate(parameter):  # one at a time: they may be large together
-            one = range(expert, expert + 1)
-            weight.copy_(initial_values(model.config, name, parameter.shape, seed, one)[0])
+        for start in range(0, len(parameter), _threads()):  # not all: they are large together
+            some = range(start, min(start + _threads(), len(parameter)))
+            values = initial_values(model.config, name, parameter.shape, seed, some)
+            parameter[start : some.stop].copy_(values)
 
 
 def _init_mixed(

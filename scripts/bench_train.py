@@ -5,11 +5,11 @@
     python scripts/bench_train.py configs/qwen3_30b_a3b.yaml --layers 8 --peer --profile
     python scripts/bench_train.py configs/quickstart.yaml train.global_batch_size=16 --steps 3
 
-What is timed is the trainer's own step: forward, backward, clipping, AdamW with float32 master
-weights, on packed rows of the bundled novel (real text with document borders; ids above its
-tokenizer's vocabulary do not occur). Weights are random, so routing is that of an untrained model;
-`balanced` beside it forces every expert to the same load. The first steps (compilation, tuning) are
-left out; the figure is the median step.
+What is timed is the trainer's own step: forward, backward, clipping, AdamW (with the states that
+the config says: float32 master weights and moments by default), on packed rows of the bundled novel
+(real text with document borders; ids above its tokenizer's vocabulary do not occur). Weights are
+random, so routing is that of an untrained model; `balanced` beside it forces every expert to the
+same load. The first steps (compilation, tuning) are left out; the figure is the median step.
 
     MFU = tokens/s * FLOPs per token / peak of the card
     FLOPs per token = 6 * weights in products that a token meets + 6 * layers * heads * head_dim *
@@ -30,12 +30,15 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+from torch import nn
 
+from models.build import parameter_kinds
 from moe.control import begin_step
 from moe.layer import MoE
 from moe.router import gates_at
@@ -85,6 +88,21 @@ def batches_of(config: Config, plan: Plan, folder: Path) -> tuple[object, list[l
     return tokenizer, steps
 
 
+def draw_on_device(model: nn.Module, seed: int) -> None:
+    """Initial weights of the right size, drawn on the model's device in a second: those of a run
+    come from the CPU, reproducible for any layout, and take a minute for seven billion."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, kind in parameter_kinds(model).items():
+        weight = model.get_parameter(name).data
+        if kind == "norm":
+            weight.fill_(1.0)
+        elif kind == "bias":
+            weight.zero_()
+        else:
+            for piece in weight:
+                piece.normal_(0.0, model.config.initializer_range, generator=generator)
+
+
 def timed(step, count: int, warmup: int, device: torch.device) -> list[float]:
     """Seconds of each step after the first ones."""
 
@@ -100,6 +118,8 @@ def timed(step, count: int, warmup: int, device: torch.device) -> list[float]:
         wait()
         if number >= warmup:
             seconds.append(time.perf_counter() - began)
+        elif number == 0:
+            print(f"first step: {time.perf_counter() - began:.1f} s", flush=True)
     return seconds
 
 
@@ -131,7 +151,8 @@ def bench_ours(args, config: Config, plan: Plan, tokenizer, steps, balanced: boo
     device = torch.device(plan.device)
     release(device)
     architecture = model_config(config, tokenizer)
-    trainee = make_trainee(config, architecture, plan, device, steps=config.train.steps or 1000)
+    with mock.patch("models.build.init_weights", draw_on_device):
+        trainee = make_trainee(config, architecture, plan, device, steps=config.train.steps or 1000)
     begin_step(trainee.model, 1)
     if balanced:  # blocks are compiled at their first call
         for module in trainee.model.modules():
@@ -144,6 +165,7 @@ def bench_ours(args, config: Config, plan: Plan, tokenizer, steps, balanced: boo
         train_step(
             trainee.forward, trainee.optimizer, batches, agree_on_step(world, batches, False),
             step=number + 1, lr=1e-5, router=config.router, world=world, device=device,
+            graph=trainee.graph,
         )  # fmt: skip
 
     tokens = sum(batch.num_tokens for batch in steps[0])
@@ -251,17 +273,22 @@ def main(arguments: list[str] | None = None) -> int:
     card = torch.cuda.get_device_name() if plan.device == "cuda" else "cpu"
     print(
         f"{args.config}, {config.model.config.num_hidden_layers} layers, {plan.accumulation} x "
-        f"{plan.micro_batch_size} rows of {config.data.seq_len} tokens, {plan.dtype}"
+        f"{plan.micro_batch_size} rows of {config.data.seq_len} tokens, {plan.dtype}, AdamW's "
+        f"weights {config.optim.weights}, moments {config.optim.moments}"
         f"{', compiled' if plan.compile else ''}; {card}, torch {torch.__version__}",
         flush=True,
     )
     kinds = {"both": (False, True), "real": (False,), "balanced": (True,)}[args.routing]
-    rows = [bench_ours(args, config, plan, tokenizer, steps, balanced) for balanced in kinds]
+    found = {"card": card, "torch": torch.__version__, "command": overrides, "rows": []}
+
+    def keep(row: dict) -> None:  # at once: what follows may run out of memory or time
+        found["rows"].append(row)
+        (args.out / "train.json").write_text(json.dumps(found))
+
+    for balanced in kinds:
+        keep(bench_ours(args, config, plan, tokenizer, steps, balanced))
     if args.peer:
-        rows.append(bench_peer(args, config, plan, tokenizer, steps))
-    (args.out / "train.json").write_text(
-        json.dumps({"card": card, "torch": torch.__version__, "command": overrides, "rows": rows})
-    )
+        keep(bench_peer(args, config, plan, tokenizer, steps))
     print(f"written to {args.out}/train.json")
     return 0
 

@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from training.flops import counts_first, flops_per_token
     from training.logging import human_count, human_time
-    from training.memory import process_memory
+    from training.memory import DTYPES, process_memory
 
     counts = parameter_counts(config)
     total = sum(counts.values())
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
             ("weights", _gib(memory.weights), "of two blocks at a time" if plan.engine else ""),
             ("gradients", _gib(memory.gradients), "float32"),
             ("master weights", _gib(memory.masters), "float32, where weights are not"),
-            ("AdamW moments", _gib(memory.moments), "float32, two"),
+            ("AdamW moments", _gib(memory.moments), f"{config.optim.moments}, two"),
             ("activations", _gib(memory.activations), "peak of one micro-batch, by replay"),
             ("context", _gib(memory.context), "CUDA, communication; a fixed guess"),
             ("all", _gib(memory.total), ""),
@@ -167,8 +167,10 @@ def main(arguments: list[str] | None = None) -> int:
         ]
     else:
         rows.append(("time for 1B tokens", human_time(1e9 / speed), ""))
+    weights, moments = config.optim.weights, config.optim.moments
+    kept = DTYPES[weights].itemsize + 2 * DTYPES[moments].itemsize
     rows += [
-        ("checkpoint on disk", _gib(12 * total), "GiB: float32 weights and moments"),
+        ("checkpoint on disk", _gib(kept * total), f"GiB: {weights} weights, {moments} moments"),
         ("Hugging Face folder", _gib(2 * total), "GiB in bfloat16"),
     ]
     show("work", rows)

@@ -28,6 +28,7 @@ from training.checkpoint import Snapshot, load_tensors, read_rng, read_state, st
 from training.config_load import ConfigError
 from training.device import restore_rng, rng_bytes, seed_all
 from training.exactness import last_acting_step
+from training.graph import StepGraph, own_stream
 from training.health import RoutingHealth
 from training.optim import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
 from training.schedule import top_k_schedule
@@ -156,6 +157,8 @@ class Trainee:
     optimizer: MasterAdamW | Engine
     health: RoutingHealth | None = None
     """Counters of routing faults; None without experts."""
+    graph: StepGraph | None = None
+    """Replays the steps' work; None: it is launched anew in each."""
 
 
 def make_trainee(
@@ -179,6 +182,8 @@ def make_trainee(
         CheckpointError: a checkpoint that does not fit.
     """
     several = plan.engine is not None
+    if config.train.cuda_graph:
+        own_stream(device)
     model = build_model(
         architecture,
         kernels=config.model.kernels,
@@ -195,6 +200,8 @@ def make_trainee(
     model.train()
     apply_checkpointing(model, config.train.checkpointing)
     trainee = _sharded(config, plan, model, device) if several else _whole(config, model)
+    if config.train.cuda_graph:
+        trainee = replace(trainee, graph=StepGraph())
     if architecture.moe_layers:
         health = RoutingHealth(len(architecture.moe_layers), architecture.num_experts, device)
         trainee = replace(trainee, health=health)

@@ -35,6 +35,7 @@ from models.config_hf import fields_from_hf
 from training.config_base import Count, Fraction, Positive, Section
 from training.config_checks import (
     check_combinations,
+    check_graph,
     check_rounding,
     check_states,
     refuse_sharded,
@@ -218,6 +219,9 @@ class TrainConfig(Section):
     """Precision of the model's weights and of matrix products. auto: bfloat16 on CUDA."""
     compile: Literal["auto"] | bool = "auto"
     """torch.compile of the blocks. auto: on CUDA, but not under DeepSpeed."""
+    cuda_graph: bool = False
+    """Replay the device's work of a step as one CUDA graph instead of launching every kernel: for
+    small models, whose steps wait for the host. Keeps the activations' memory between steps."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them."""
 
@@ -526,6 +530,8 @@ def make_plan(
         config.parallel, config.model.config, world_size, device, hosts
     )
     check_rounding(config, micro_batch)
+    if train.cuda_graph:
+        check_graph(config, device, dtype, world_size, rows // micro_batch)
     if train.steps is not None:
         check_routers(config, train.steps)
     return Plan(

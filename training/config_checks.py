@@ -419,3 +419,41 @@ def check_states(config: Config, dtype: str, world_size: int) -> None:
                 f"{place}={value!r} needs a bfloat16 model, and this run computes in {dtype}: "
                 "set train.dtype=bfloat16, or leave it out"
             )
+
+
+def check_graph(
+    config: Config, device: str, dtype: str, world_size: int, accumulation: int
+) -> None:
+    """ConfigError for what cannot be captured as a CUDA graph, by name."""
+    router, width = config.router, config.model.config.head_dim
+    noisy = (
+        router.jitter
+        or router.expert_dropout
+        or router.sample_temperature
+        or router.rounding in ("stochastic", "systematic")
+    )
+    counted = router.balance_scope == "global" and (router.balance_coef or router.score == "relu")
+    refused = (
+        (device != "cuda", f"a run on {device}", "a CUDA device"),
+        (world_size > 1, f"{world_size} processes", "one"),
+        (dtype != "bfloat16", f"train.dtype={dtype}", "bfloat16"),
+        (
+            config.model.kernels in ("reference", "spmm"),
+            f"model.kernels={config.model.kernels}",
+            "auto, triton, hopper",
+        ),
+        (width % 8 or width > 256, f"model.head_dim={width}", "multiples of 8 up to 256"),
+        (
+            counted and accumulation > 1,
+            f"router.balance_scope=global and {accumulation} micro-batches in a step",
+            "router.balance_scope=lagged, or one micro-batch",
+        ),
+        (
+            noisy and config.train.checkpointing == "full",
+            "train.checkpointing=full and random routing",
+            "train.checkpointing=none, selective",
+        ),
+    )
+    for impossible, what, allowed in refused:
+        if impossible:
+            raise ConfigError(f"train.cuda_graph=true cannot go with {what}; allowed: {allowed}")

@@ -39,6 +39,7 @@ from moe.control import needs_update, routers_of, update_routers
 from moe.metrics import RouterStats, layer_metrics, model_metrics, pack, to_host
 from parallel import World, agree, gather, sum_
 from training.device import untouched_rng
+from training.graph import StepGraph, computation
 from training.optim import TERMS, MasterAdamW, Outcome
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def train_step(
     device: torch.device,
     keep: LastCounts | None = None,
     health: RoutingHealth | None = None,
+    graph: StepGraph | None = None,
 ) -> StepResult:
     """One optimizer step over this process's micro-batches; all processes call it alike.
 
@@ -110,42 +112,63 @@ def train_step(
         step: number of the step, from 1, for the records.
         keep: holds the last finished micro-batch's tokens per expert, in case memory runs out.
         health: counters that follow the step.
+        graph: replays the device's work instead of launching it (one process).
     """
-    optimizer.zero_grad()
-    stats: RouterStats | None = None
     batches = [batch.to(device, non_blocking=True) for batch in batches]
-    l1_L, k = _penalty(model)
     work_LE = relative_work(model, router, device)
-    # Without a loss that compares with a load, none has to be found.
-    scope = router.balance_scope if router.balance_coef or l1_L is not None else "micro"
-    load_LE = load_before(model, batches, scope, world)
-    for number, batch in enumerate(batches, 1):
-        with optimizer.micro_batch(last=number == len(batches)):
-            out = model(
-                batch.tokens_BL,
-                labels_BL=batch.labels_BL,
-                positions_BL=batch.positions_BL,
-                documents=batch.documents,
-                valid_BL=batch.valid_BL,
-            )
-            terms = [out.loss_sum / totals.targets]
-            loss = terms[0]
-            if out.router is not None:
-                seen = out.router.detach()
-                stats = seen if stats is None else stats.plus(seen)
-                if scope == "global" and load_LE is None:
-                    load_LE = sum_(world, seen.counts_E.clone())
-                auxiliary, values = router_losses(
-                    out.router, totals.tokens, router, load_LE, l1_L, k, work_LE
-                )
-                loss = attach_loss(loss, auxiliary)
-                terms += values
-                if keep is not None:
-                    keep.counts_LE = seen.counts_E
-            optimizer.backward(loss)
-        optimizer.terms[: len(terms)] += torch.stack(terms).detach()
     optimizer.routers_frozen = any(router.frozen for router in routers_of(model))
-    outcome = optimizer.step(lr)
+
+    def gradients(batches: Sequence[Batch], targets: Tensor, tokens: Tensor) -> RouterStats | None:
+        """Forward and backward of all micro-batches; the sum of their statistics."""
+        optimizer.zero_grad()
+        stats: RouterStats | None = None
+        l1_L, k = _penalty(model)
+        # Without a loss that compares with a load, none has to be found.
+        scope = router.balance_scope if router.balance_coef or l1_L is not None else "micro"
+        load_LE = load_before(model, batches, scope, world)
+        for number, batch in enumerate(batches, 1):
+            with optimizer.micro_batch(last=number == len(batches)):
+                out = model(
+                    batch.tokens_BL,
+                    labels_BL=batch.labels_BL,
+                    positions_BL=batch.positions_BL,
+                    documents=batch.documents,
+                    valid_BL=batch.valid_BL,
+                )
+                terms = [out.loss_sum / targets]
+                loss = terms[0]
+                if out.router is not None:
+                    seen = out.router.detach()
+                    stats = seen if stats is None else stats.plus(seen)
+                    if scope == "global" and load_LE is None:
+                        load_LE = sum_(world, seen.counts_E.clone())
+                    auxiliary, values = router_losses(
+                        out.router, tokens, router, load_LE, l1_L, k, work_LE
+                    )
+                    loss = attach_loss(loss, auxiliary)
+                    terms += values
+                    if keep is not None:
+                        keep.counts_LE = seen.counts_E
+                optimizer.backward(loss)
+            optimizer.terms[: len(terms)] += torch.stack(terms).detach()
+        return stats
+
+    if graph is None:
+        # On the device, as a graph needs them: so both divide in the same way.
+        targets, tokens = (
+            torch.full((), float(total), device=device) for total in (totals.targets, totals.tokens)
+        )
+        stats = gradients(batches, targets, tokens)
+        outcome = optimizer.step(lr)
+    else:
+        optimizer.set_lr(lr)
+        stats, outcome = graph.run(
+            lambda *given: (gradients(*given), optimizer.update()),
+            batches,
+            totals.targets,
+            totals.tokens,
+            computation(model),
+        )
     if stats is not None:
         stats, applied = _over_processes(stats, world), 1 - outcome.skipped
         if not router.balance_coef:  # nothing but a number to watch: that of the whole step
@@ -175,7 +198,7 @@ def _over_processes(stats: RouterStats, world: World) -> RouterStats:
 
 def router_losses(
     stats: RouterStats,
-    step_tokens: int,
+    step_tokens: Tensor | float,
     router: RouterConfig,
     load_LE: Tensor | None,
     l1_L: Tensor | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import signal
 
@@ -12,14 +13,18 @@ import torch
 import train
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
+from models.documents import Documents
+from models.execution import compile_blocks
+from moe.control import routers_of
 from parallel import World
 from tests.training.test_loop import batch_of, router, rows
 from tests.training.test_train import before_step, by_step, events
 from tests.training.tiny import MODEL, write_inputs
 from training.checkpoint import Saver, Snapshot, load_tensors
+from training.graph import StepGraph, own_stream
 from training.logging import read_metrics
 from training.loop import agree_on_step, train_step
-from training.optim import MasterAdamW, parameter_groups
+from training.optim import MasterAdamW, Outcome, States, parameter_groups
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -99,7 +104,76 @@ def test_background_save_holds_the_moment_it_was_asked_for(tmp_path):
         assert torch.all(back["weights/w"] == number), number
 
 
-@pytest.mark.parametrize("settings", [(), ("train.checkpointing=selective",)], ids=str)
+def _batches(number: int) -> list:
+    """Two micro-batches whose documents are others in every step."""
+    torch.manual_seed(number)
+    found = []
+    for _ in range(2):
+        tokens, labels = rows()
+        batch = batch_of(tokens.roll(number, 1), labels.roll(number, 1))
+        cut = 1 + (5 * number) % (tokens.shape[1] - 1)
+        lengths = [cut, tokens.shape[1] - cut] * tokens.shape[0]
+        documents = Documents.from_lengths(lengths)
+        positions = documents.positions().view(tokens.shape)
+        found.append(dataclasses.replace(batch, documents=documents, positions_BL=positions))
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("states", [States(), States(torch.bfloat16, torch.bfloat16)])
+def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
+    """Losses, norms, weights and moments over steps with other documents, another learning rate,
+    a step that is skipped and a router that is frozen on the way."""
+
+    def run(graph: StepGraph | None):
+        model = build_model(ModelConfig(**WIDE), dtype=torch.bfloat16, device=CUDA)
+        groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
+        optimizer = MasterAdamW(groups, spike_factor=100.0, states=states)
+        if compiled:
+            compile_blocks(model)
+        numbers = []
+        for number in range(1, 11):
+            if number == 6:
+                optimizer.guard.mean_norm.fill_(1e-9)  # with `seen` below: a spike
+                optimizer.guard.seen.fill_(100)
+            if number == 7:
+                optimizer.guard.mean_norm.fill_(1e9)
+            if number == 8:
+                for r in routers_of(model):
+                    r.frozen = True
+            batches = _batches(number)
+            result = train_step(
+                model, optimizer, batches, agree_on_step(World(), batches, False), step=number,
+                lr=0.01 / number, router=router(0.01, 0.001, "micro"), world=World(), device=CUDA,
+                graph=graph,
+            )  # fmt: skip
+            numbers.append(result.numbers.tolist())
+        return numbers, {n: t.clone() for n, t in optimizer.tensors().items()}
+
+    before = torch.cuda.current_stream()
+    try:
+        own_stream(CUDA)
+        plain, plain_state = run(None)
+        graph = StepGraph()
+        replayed, replayed_state = run(graph)
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.set_stream(before)
+    assert any(form.graph is not None for form in graph._forms.values())
+    skipped = 3 + Outcome._fields.index("skipped")
+    assert [row[skipped] for row in plain] == [0.0] * 5 + [1.0] + [0.0] * 4
+    assert replayed == plain
+    for name, tensor in plain_state.items():
+        assert torch.equal(replayed_state[name], tensor), name
+
+
+GRAPH = ("train.cuda_graph=true", "router.balance_scope=lagged")
+NARROW = ("optim.weights=bfloat16", "optim.moments=bfloat16")
+
+
+@pytest.mark.parametrize(
+    "settings", [(), ("train.checkpointing=selective",), GRAPH, NARROW], ids=str
+)
 def test_a_run_stops_and_goes_on_exactly(tmp_path, monkeypatch, settings):
     """bfloat16, compiled blocks, Triton kernels: bit-equal losses after a stop."""
     config = write_inputs(tmp_path / "inputs", count=14)

@@ -235,6 +235,7 @@ TURNED = {
     "train.micro_batch_size": "train.micro_batch_size=4",
     "train.dtype": "train.dtype=bfloat16",
     "train.compile": "train.compile=true",
+    "train.cuda_graph": "train.cuda_graph=true",
     "train.checkpointing": "train.checkpointing=selective",
     "parallel.nodes": "parallel.nodes=2",
     "parallel.expert": "parallel.expert=2",
