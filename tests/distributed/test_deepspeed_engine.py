@@ -275,7 +275,11 @@ def _everything(folder: str) -> dict:
             raise RuntimeError(f"case {name!r}:\n{traceback.format_exc()}") from None
     return {
         "cases": cases,
-        "revived": [_revived(Case()), _revived(Case(offload=True, nodes=4))],
+        "revived": [
+            _revived(Case()),
+            _revived(Case(offload=Offload("cpu", "cpu"), nodes=4)),
+            _revived(Case(offload=Offload("nvme", "nvme", f"{folder}/revived"))),
+        ],
         "bf16": _bfloat16(),
         "contract": _contract(),
         "crossed": _crossed(folder),
@@ -295,7 +299,7 @@ def test_equals_one_process(results, name):
 
 
 def test_a_revival_writes_the_bits_that_one_process_writes(results):
-    assert [result["revived"] for result in results] == [["", ""]] * WORLD
+    assert [result["revived"] for result in results] == [["", "", ""]] * WORLD
 
 
 def test_bfloat16_keeps_float32_masters_and_router(results):

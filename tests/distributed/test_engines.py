@@ -231,6 +231,7 @@ REVIVED = {
     "2 nodes of 2, experts over nodes": Case(),
     "4 nodes, experts twice": Case(nodes=4),
     "1 node, ZeRO-3 alone": Case(nodes=1, expert=1),
+    "offloaded": Case(offload=Offload("cpu", "cpu")),
 }
 
 
