@@ -76,6 +76,8 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     if run.checkpoint is not None:
         restore_random_states(run.checkpoint, world, config.run.seed)
     begin_step(trainee.model, max(1, progress.step))
+    if trainee.sparsity is not None:
+        trainee.sparsity.begin(progress.step + 1)
 
     saver = Saver(
         run.checkpoints,
@@ -144,10 +146,13 @@ def train(job: Job, stop: StopRequest) -> int:
                     keep=job.last_counts,
                     health=job.trainee.health,
                     graph=job.trainee.graph,
+                    sparsity=job.trainee.sparsity,
                 )
                 window.append(result)
             else:
                 status.empty_step(job)
+            if job.trainee.sparsity is not None:
+                job.trainee.sparsity.begin(progress.step + 1)
             progress.tokens += totals.tokens
             progress.position = job.data.state_dict()
 

@@ -243,6 +243,9 @@ class MoE(nn.Module):
                 D, config.shared_expert_size, config.activation, device=device, dtype=dtype
             )
         self.routing_hook: RoutingHook | None = None
+        # Masks of w1 and w2 while hidden weights go on learning (`training.sparsity`); a list, so
+        # that they are no part of the module and its state.
+        self.masks: list[nn.Module] = []
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -342,6 +345,13 @@ class MoE(nn.Module):
             )
         return y_TD
 
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """w1 and w2 as they are computed with."""
+        weights = (self.w1, self.w2)
+        if self.masks:
+            return tuple(mask(weight) for mask, weight in zip(self.masks, weights))
+        return weights
+
     def compute(
         self,
         x_TD: Tensor,
@@ -356,7 +366,7 @@ class MoE(nn.Module):
                 `moe.router_gradient.dense_gradient`.
             output_sums: give the sum of each routed expert's outputs [E, D] too.
         """
-        c, weights = self.config, (self.w1, self.w2)
+        c, weights = self.config, self.weights()
         options = {
             "activation": c.activation,
             "save": c.save,
@@ -369,7 +379,7 @@ class MoE(nn.Module):
             found = mixed_experts(x_TD, *weights, routing, c.widths, **options)
         y_TD, *sums = found if output_sums else (found,)
         if missing is not None:
-            y_TD = dense_gradient(y_TD, *missing, x_TD, self.w1, self.w2, self.config.activation)
+            y_TD = dense_gradient(y_TD, *missing, x_TD, *weights, c.activation)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return (y_TD, *sums) if output_sums else y_TD

@@ -32,6 +32,7 @@ from training.graph import StepGraph, own_stream
 from training.health import RoutingHealth
 from training.optim import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
 from training.schedule import top_k_schedule
+from training.sparsity import Sparsity, mask_schedule
 from training.weights import load_initial_shards, load_initial_weights
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ class Trainee:
     """Counters of routing faults; None without experts."""
     graph: StepGraph | None = None
     """Replays the steps' work; None: it is launched anew in each."""
+    sparsity: Sparsity | None = None
+    """Masks of the experts' weights; None without."""
 
 
 def make_trainee(
@@ -205,6 +208,9 @@ def make_trainee(
     if architecture.moe_layers:
         health = RoutingHealth(len(architecture.moe_layers), architecture.num_experts, device)
         trainee = replace(trainee, health=health)
+    if config.train.sparse_density is not None:
+        masks = Sparsity(model, trainee.optimizer, mask_schedule(config, steps))
+        trainee = replace(trainee, sparsity=masks)
     if checkpoint is not None:
         _load(checkpoint, trainee)
     elif several:
@@ -214,7 +220,8 @@ def make_trainee(
         check_replicas(trainee.optimizer, trainee.optimizer.mesh)
     if plan.compile:  # after the optimizer or the engine has placed the parameters
         controls = {router.config.control for router in routers_of(model)}
-        compile_blocks(model, changes=sum(control.changes for control in controls))
+        masks = 0 if trainee.sparsity is None else 2
+        compile_blocks(model, changes=masks + sum(control.changes for control in controls))
     return trainee
 
 
@@ -288,7 +295,8 @@ def saved_tensors(trainee: Trainee) -> dict[str, Tensor | FlatShard]:
     buffers = {name: buffer.reshape(-1) for name, buffer in _persistent_buffers(trainee.model)}
     counters = trainee.health.tensors() if trainee.health is not None else {}
     buffers = {f"buffers/{name}": buffer for name, buffer in buffers.items()}
-    return trainee.optimizer.tensors() | buffers | counters
+    masks = {} if trainee.sparsity is None else trainee.sparsity.tensors()
+    return trainee.optimizer.tensors() | buffers | counters | masks
 
 
 def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
@@ -298,7 +306,7 @@ def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
 
 def _load(checkpoint: Path, trainee: Trainee) -> None:
     tensors, stored = saved_tensors(trainee), stored_tensors(checkpoint)
-    state = [name for name in tensors if name.startswith(("buffers/", "health/"))]
+    state = [name for name in tensors if name.startswith(("buffers/", "health/", "masks/"))]
     load_tensors(checkpoint, {name: tensors[name] for name in tensors if name not in state})
     trainee.optimizer.loaded()
     # State that the run has only now, by changed settings, starts as in a new run.

@@ -224,6 +224,27 @@ class TrainConfig(Section):
     small models, whose steps wait for the host. Keeps the activations' memory between steps."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them."""
+    sparse_density: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the weights of every expert's matrices that is kept; the others become zero, also in
+    an export. Empty: all. Products are not faster for it: see docs/sparse.md."""
+    sparse_method: Literal["straight_through", "regrow"] = "straight_through"
+    """straight_through: the largest weights are computed with, and all learn until
+    `train.sparse_until`. regrow (RigL): hidden weights are zero, and at every new mask some of the
+    smallest give way to those with the largest gradients."""
+    sparse_block: Positive = 1
+    """Side of the square blocks that are kept or hidden as a whole."""
+    sparse_start: Positive = 1
+    """Step after which the first mask is made."""
+    sparse_every: Positive = 100
+    """Steps from one mask to the next."""
+    sparse_end: Positive | None = None
+    """Step at which the density is reached, on a cubic path from 1; empty: with the first mask."""
+    sparse_until: Positive | None = None
+    """Step of the last mask: from then on it stays, and hidden weights are zero. Empty: at three
+    quarters of the run."""
+    sparse_regrow: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of what is kept that the first mask of the method regrow exchanges; it falls to zero
+    until `train.sparse_until`."""
 
 
 class ParallelConfig(Section):
@@ -297,6 +318,10 @@ class LogConfig(Section):
     """Weights & Biases beside the run folder's own metrics.jsonl."""
     wandb_project: str = "tessera"
     """Project there."""
+    activation_threshold: Annotated[float, Field(ge=0)] | None = None
+    """Measure at log steps, on a few fixed rows, which share of the experts' activations a product
+    could not skip, for tiles of 1 to 128 rows, if absolute values up to this count as zero. Empty:
+    do not."""
     plots: bool = True
     """Draw plots/*.png at validations and at the end."""
 

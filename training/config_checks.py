@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from training.config_load import ConfigError
-from training.exactness import check_exactness
+from training.exactness import check_exactness, mask_steps
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -147,6 +147,24 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("router.top_k_levels",),
     ),
     (
+        "without train.sparse_density",
+        lambda c: c.train.sparse_density is None,
+        (
+            "train.sparse_method",
+            "train.sparse_block",
+            "train.sparse_start",
+            "train.sparse_every",
+            "train.sparse_end",
+            "train.sparse_until",
+            "train.sparse_regrow",
+        ),
+    ),
+    (
+        "with train.sparse_method=straight_through",
+        lambda c: c.train.sparse_method == "straight_through",
+        ("train.sparse_regrow",),
+    ),
+    (
         "with optim.schedule=constant",
         lambda c: c.optim.schedule == "constant",
         ("optim.decay_fraction", "optim.min_lr_ratio"),
@@ -249,6 +267,49 @@ def _check_spmm(config: Config) -> None:
         )
 
 
+def check_sparse(config: Config, steps: int) -> None:
+    """Refuse masks that do not fit into a run of so many steps, or into its model.
+
+    Raises:
+        ConfigError: key, value, what is allowed.
+    """
+    train, model = config.train, config.model.config
+    for place, value in (
+        ("train.sparse_density", train.sparse_density),
+        ("log.activation_threshold", config.log.activation_threshold),
+    ):
+        if value is None:
+            continue
+        if not model.moe_layers:
+            raise ConfigError(f"{place}={value:g} has no effect: no layer has experts")
+        if model.moe_expert_widths is not None:
+            raise ConfigError(
+                f"{place}={value:g} takes all experts for equally wide, which they are not with "
+                "model.moe_expert_widths; leave one of them out"
+            )
+    if train.sparse_density is None:
+        return
+    if config.router.revive_after is not None:
+        raise ConfigError(
+            f"router.revive_after={config.router.revive_after} copies an expert without its mask; "
+            "leave it out, or train.sparse_density"
+        )
+    found = mask_steps(config, steps)
+    names = ("sparse_start", "sparse_end", "sparse_until")
+    if not (found[0] <= found[1] <= found[2] < steps):
+        said = ", ".join(f"train.{name}={step}" for name, step in zip(names, found))
+        raise ConfigError(
+            f"{said} must follow one another and lie before the last of {steps} steps, so that the "
+            "last ones train what is exported"
+        )
+    smallest = min(model.expert_size, model.hidden_size)
+    if train.sparse_block > smallest:
+        raise ConfigError(
+            f"train.sparse_block={train.sparse_block} is wider than an expert's matrices; "
+            f"allowed: 1 to {smallest}"
+        )
+
+
 def _check_widths(config: Config) -> None:
     """What takes all experts for equally wide."""
     router, given = config.router, config.model.config.moe_expert_widths
@@ -256,6 +317,7 @@ def _check_widths(config: Config) -> None:
         ("model.kernels", config.model.kernels, ("auto", "triton", "reference")),
         ("router.gradient", router.gradient, ("plain", "default")),
         ("router.revive_after", router.revive_after, (None,)),
+        ("model.save", config.model.save, ("h", "x")),
     ):
         if value not in allowed:
             raise ValueError(
@@ -394,6 +456,15 @@ def check_rounding(config: Config, rows: int) -> None:
 
 def refuse_sharded(config: Config, world_size: int) -> None:
     """ConfigError for a model that several processes cannot share."""
+    for place, value in (
+        ("train.sparse_density", config.train.sparse_density),
+        ("log.activation_threshold", config.log.activation_threshold),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{place}={value:g} works in one process only, as experts are split over the "
+                f"{world_size} processes of this run; leave it out"
+            )
     widths = config.model.config.moe_expert_widths
     if widths is not None:
         raise ConfigError(
@@ -441,6 +512,11 @@ def check_graph(
             config.model.kernels in ("reference", "spmm"),
             f"model.kernels={config.model.kernels}",
             "auto, triton, hopper",
+        ),
+        (
+            config.train.sparse_density is not None,
+            "train.sparse_density, whose masks come by the number of the step",
+            "one of the two",
         ),
         (width % 8 or width > 256, f"model.head_dim={width}", "multiples of 8 up to 256"),
         (

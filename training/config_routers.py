@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from training.assemble import router_options
+from training.config_checks import check_sparse
 from training.config_load import ConfigError
 from training.config_router import RouterConfig
 from training.exactness import check_ends, last_acting_step
@@ -25,6 +26,7 @@ def check_routers(config: Config, steps: int) -> None:
         ConfigError: key, value, what is allowed.
     """
     model = config.model.config
+    check_sparse(config, steps)
     if not model.moe_layers:
         _refuse_all(config)
         return

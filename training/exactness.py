@@ -144,9 +144,26 @@ def last_acting_step(config: Config, place: str, steps: int) -> int | None:
     return None
 
 
+def mask_steps(config: Config, steps: int) -> tuple[int, int, int]:
+    """First mask, density reached, last mask: the steps after which they are made."""
+    train = config.train
+    end = train.sparse_start if train.sparse_end is None else train.sparse_end
+    return train.sparse_start, end, train.sparse_until or steps * 3 // 4
+
+
+def _masked(config: Config, step: int, steps: int) -> list[str]:
+    """Masks whose hidden weights are not zero yet after `step`."""
+    train = config.train
+    if train.sparse_density is None or train.sparse_method == "regrow":
+        return []
+    start, _, until = mask_steps(config, steps)
+    hidden = start <= step < until
+    return ["masks of weights that go on learning (train.sparse_density)"] if hidden else []
+
+
 def acting(config: Config, step: int, steps: int) -> list[str]:
     """What an exported folder would lack of a model after `step` of `steps` steps."""
-    return [
+    return _masked(config, step, steps) + [
         f"{knob.what} ({knob.place})"
         for knob in inexact(config)
         if (last := last_acting_step(config, knob.place, steps)) is None or step <= last

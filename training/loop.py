@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from training.config_router import RouterConfig
     from training.data import Batch
     from training.health import RoutingHealth
+    from training.sparsity import Sparsity
 
 REASONS = {1: "not finite", 2: "spike", 3: "after a stop"}
 
@@ -103,6 +104,7 @@ def train_step(
     keep: LastCounts | None = None,
     health: RoutingHealth | None = None,
     graph: StepGraph | None = None,
+    sparsity: Sparsity | None = None,
 ) -> StepResult:
     """One optimizer step over this process's micro-batches; all processes call it alike.
 
@@ -113,6 +115,7 @@ def train_step(
         keep: holds the last finished micro-batch's tokens per expert, in case memory runs out.
         health: counters that follow the step.
         graph: replays the device's work instead of launching it (one process).
+        sparsity: masks of the experts' weights.
     """
     batches = [batch.to(device, non_blocking=True) for batch in batches]
     work_LE = relative_work(model, router, device)
@@ -159,7 +162,11 @@ def train_step(
             torch.full((), float(total), device=device) for total in (totals.targets, totals.tokens)
         )
         stats = gradients(batches, targets, tokens)
+        if sparsity is not None:
+            sparsity.before_update(step)
         outcome = optimizer.step(lr)
+        if sparsity is not None:
+            sparsity.after_update(step, 1 - outcome.skipped)
     else:
         optimizer.set_lr(lr)
         stats, outcome = graph.run(

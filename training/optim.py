@@ -369,6 +369,13 @@ class MasterAdamW:
         pieces = [flat.pieces(flat.gradient.clone()) for flat in self.flats]
         return {name: piece for part in pieces for name, piece in part.items()}
 
+    def gradient_views(self) -> dict[str, Tensor]:
+        """The summed gradients themselves by name, flat, to change between the last backward and
+        `step`."""
+        self._clear_stale()
+        pieces = [flat.pieces(flat.gradient) for flat in self.flats]
+        return {name: piece for part in pieces for name, piece in part.items()}
+
     def step(self, lr: float) -> Outcome:
         """Clip by the global norm and update, unless the guard says no; no host sync.
 

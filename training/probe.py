@@ -9,18 +9,22 @@ Shape letters: T tokens, K experts per token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moe.control import exported, routers_of
+from moe.layer import MoE
+from moe.sparse.dynamic import activation_density
 from moe.trace import RoutingTrace
 from parallel import World, sum_
 from training.evaluate import evaluation
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
+    from moe.routing import Routing
     from training.data import Batch, TrainData
 
 
@@ -73,6 +77,50 @@ class Probe:
         self.before = now
         changed, total = sum_(self.world, torch.stack(pairs).double().sum(dim=0))
         return {"routing_churn": changed / total.clamp(min=1)}
+
+    @torch.no_grad()
+    def activations(self, threshold: float) -> dict[str, Tensor]:
+        """Share of the experts' activations in the probe that a product could not skip, mean over
+        layers, for tiles of 1 to 128 rows; see `moe.sparse.dynamic`. Scalars on the device.
+
+        Args:
+            threshold: absolute values up to this count as zero.
+        """
+        if self.batch is None or not self.any_experts:
+            return {}
+        found: list[dict[int, Tensor]] = []
+        layers = [layer for layer in self.model.modules() if isinstance(layer, MoE)]
+
+        def measured(layer: MoE, compute: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(x_TD: Tensor, routing: Routing, *args: Any, **options: Any) -> Any:
+                w1, _ = layer.weights()
+                c = layer.config
+                backend = "reference" if c.kernels == "reference" else "auto"
+                found.append(
+                    activation_density(
+                        x_TD.to(w1.dtype),
+                        w1,
+                        routing,
+                        c.activation,
+                        backend=backend,
+                        threshold=threshold,
+                    )
+                )
+                return compute(x_TD, routing, *args, **options)
+
+            return wrapped
+
+        for layer in layers:
+            layer.compute = measured(layer, layer.compute)
+        try:
+            self._ask()
+        finally:
+            for layer in layers:
+                del layer.compute
+        return {
+            f"activation_density_{rows}": torch.stack([one[rows] for one in found]).mean().double()
+            for rows in found[0]
+        }
 
     @torch.no_grad()
     def export_differs(self, selection_bias: bool) -> bool:

@@ -157,8 +157,13 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
         job.read = None
         _router_changes(job, {})
         return {"step": job.progress.step}
+    extra = job.probe.churn()
+    if job.trainee.sparsity is not None:
+        extra |= job.trainee.sparsity.metrics()
+    if job.config.log.activation_threshold is not None:
+        extra |= job.probe.activations(job.config.log.activation_threshold)
     read = job.read = read_window(
-        results, job.world, job.optimizer.guard.skipped, job.probe.churn(), job.trainee.health
+        results, job.world, job.optimizer.guard.skipped, extra, job.trainee.health
     )
     metrics, skipped = read.metrics, read.skipped
     _router_changes(job, read.losses)

@@ -129,7 +129,8 @@ def _refuse_loss(folder: Path, lost: set[str]) -> None:
         ValueError: naming it.
     """
     lacks = read_state(folder).get("inexact", [])
-    if lacks and any(name.rpartition(".")[2] in _ACTING for name in lost):
+    masked = any("train.sparse_density" in lack for lack in lacks)
+    if masked or (lacks and any(name.rpartition(".")[2] in _ACTING for name in lost)):
         raise ValueError(
             f"model.init_from: {folder} was trained with {' and '.join(lacks)}, which this run "
             "does not have, so another model would be continued. Give the same router settings, "

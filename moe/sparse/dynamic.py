@@ -45,7 +45,7 @@ class MaskSchedule:
     density: float
     """Share of entries (or blocks) that are kept from `end` on."""
     every: int = 100
-    """Steps between two masks."""
+    """Steps between two masks; the last one is made at `until` in any case."""
     start: int = 0
     """First step with a mask; until then all is kept."""
     end: int = 0
@@ -87,8 +87,8 @@ class MaskSchedule:
 
     def due(self, step: int) -> bool:
         """Whether the mask is recomputed at this step."""
-        since = step - self.start
-        return since >= 0 and since % self.every == 0 and step <= max(self.until, self.end)
+        since, last = step - self.start, max(self.until, self.end)
+        return since >= 0 and step <= last and (since % self.every == 0 or step == last)
 
 
 def block_sums(x: Tensor, block: int) -> Tensor:
@@ -101,8 +101,13 @@ def block_sums(x: Tensor, block: int) -> Tensor:
     return x.unflatten(-1, (-1, block)).unflatten(-3, (-1, block)).sum((-1, -3))
 
 
+_SORTED = 1 << 26  # numbers that are sorted at once, as indices take eight bytes each
+
+
 def keep_largest(score: Tensor, count: int) -> Tensor:
     """bool like score [..., M, K]: the `count` largest of each matrix, ties by the lowest index."""
+    if score.dim() > 2 and score.shape[0] > 1 and score.numel() > _SORTED:
+        return torch.stack([keep_largest(one, count) for one in score])
     flat = score.flatten(-2)
     order = flat.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, order, True).view(score.shape)
@@ -166,15 +171,23 @@ class DynamicMask(nn.Module):
         Raises:
             ValueError: "regrow" without a gradient.
         """
-        s = self.schedule
-        if not s.due(step):
+        if not self.schedule.due(step):
             return None
         before = self.entries(weight).clone()  # without blocks it is the buffer itself
-        count = max(1, round(s.density_at(step) * math.prod(self.keep.shape[-2:])))
+        self.choose(step, weight, gradient)
+        new = self.entries(weight) & ~before
+        if self.schedule.method == "regrow":
+            weight.masked_fill_(new, 0.0)
+        return new
+
+    @torch.no_grad()
+    def choose(self, step: int, weight: Tensor, gradient: Tensor | None = None) -> None:
+        """Make the mask of this step, due or not; the weight is left alone. As `update`."""
+        s, count = self.schedule, self.kept_at(step)
         size = block_sums(weight, s.block)
         if s.method == "straight_through":
             self.keep.copy_(keep_largest(size, count))
-            return self.entries(weight) & ~before
+            return
         if gradient is None:
             raise ValueError("method='regrow' needs the gradient of the masked weight")
         stay = count - round(s.regrow_at(step) * count)
@@ -182,9 +195,10 @@ class DynamicMask(nn.Module):
         stays = keep_largest(torch.where(self.keep, size, -1.0), stay) & self.keep
         grown = block_sums(gradient, s.block).masked_fill(stays, float("inf"))
         self.keep.copy_(keep_largest(grown, count))
-        new = self.entries(weight) & ~before
-        weight.masked_fill_(new, 0.0)
-        return new
+
+    def kept_at(self, step: int) -> int:
+        """Entries (or blocks) of one matrix that a mask made at this step keeps."""
+        return max(1, round(self.schedule.density_at(step) * math.prod(self.keep.shape[-2:])))
 
     def sparse(self, weight: Tensor) -> CSR | BCSR:
         """The kept entries of one matrix, differentiable in the weight; reads memory back."""
@@ -232,20 +246,25 @@ def activation_density(
     activation: str,
     tiles: tuple[int, ...] = (1, 8, 32, 128),
     backend: str = "auto",
+    threshold: float = 0.0,
 ) -> dict[int, Tensor]:
     """Rows of a tile -> `union_density` of the activations of a layer's experts.
 
-    Only activations with zeros have anything to skip: relu2 and reglu. For 128 rows, the tile of
-    the products of training, expect a number near 1.
+    Only activations with zeros have anything to skip: relu2 and reglu; others only if what is small
+    may be taken for zero. For 128 rows, the tile of the products of training, expect a number near
+    1.
 
     Args:
         x_TD, w1_EHD, routing, activation: as for `moe.experts.experts`.
         tiles: rows of a tile.
         backend: who computes the activations.
+        threshold: absolute values up to this count as zero.
     """
     backend = pick_backend(backend, x_TD)
     _, a_RN = up_forward(
         x_TD, w1_EHD, None, routing.token_R, routing.offsets_E1,
         activation=activation, save_h=False, backend=backend,
     )  # fmt: skip
+    if threshold:
+        a_RN = torch.where(a_RN.abs() > threshold, a_RN, 0.0)
     return {rows: union_density(a_RN, routing.offsets_E1, rows) for rows in tiles}

@@ -90,7 +90,7 @@ def test_schedule():
     s = MaskSchedule(density=0.1, start=10, end=110, every=20, until=200)
     assert [s.density_at(t) for t in (0, 9, 10, 110, 500)] == [1, 1, 1, 0.1, 0.1]
     assert s.density_at(60) == pytest.approx(0.1 + 0.9 / 8)
-    assert [t for t in range(300) if s.due(t)] == list(range(10, 201, 20))
+    assert [t for t in range(300) if s.due(t)] == [*range(10, 200, 20), 200]
     assert s.regrow_at(10) == 0.3
     assert s.regrow_at(105) == pytest.approx(0.15)
     assert s.regrow_at(200) == pytest.approx(0)

@@ -1,0 +1,131 @@
+"""Experts whose weights are masked while they train: when, how, and what the optimizer sees.
+
+Masks keep an exact share of each expert's matrices (`moe.sparse.dynamic`). They are made between an
+optimizer step and the next, from the master weights, and are part of a checkpoint. There are two
+ways for a weight to be hidden:
+
+    soft   it is left out of the product and goes on learning, straight through the mask
+    hard   it is 0, as are its moments; its gradient is taken away before the norm is measured
+
+"regrow" is hard from the first mask on. "straight_through" is soft until its last mask and hard
+after it, so the end of the run trains exactly what is exported; in between a checkpoint says that
+an export would lack the masks. A step that the guard skips changes no mask. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe.layer import MoE
+from moe.sparse.dynamic import DynamicMask, MaskSchedule
+from training.exactness import mask_steps
+
+if TYPE_CHECKING:
+    from models.transformer import Decoder
+    from training.config import Config
+    from training.optim import MasterAdamW
+
+
+def mask_schedule(config: Config, steps: int) -> MaskSchedule:
+    """The masks of a run of so many steps."""
+    train = config.train
+    start, end, until = mask_steps(config, steps)
+    return MaskSchedule(
+        density=train.sparse_density,
+        every=train.sparse_every,
+        start=start,
+        end=end,
+        block=train.sparse_block,
+        method=train.sparse_method,
+        regrow=train.sparse_regrow,
+        until=until,
+    )
+
+
+class Sparsity:
+    """The masks of a model's experts.
+
+    Attributes:
+        masks: by the name of the parameter.
+    """
+
+    def __init__(self, model: Decoder, optimizer: MasterAdamW, schedule: MaskSchedule) -> None:
+        self.schedule, self.optimizer = schedule, optimizer
+        self.layers = [(n, layer) for n, layer in model.named_modules() if isinstance(layer, MoE)]
+        self.weights: dict[str, Tensor] = {
+            f"{name}.{key}": getattr(layer, key)
+            for name, layer in self.layers
+            for key in ("w1", "w2")
+        }
+        self.masks = {name: DynamicMask(w, schedule) for name, w in self.weights.items()}
+        self._gradients: dict[str, Tensor] = {}
+        self._cleared = False  # hidden weights and moments are known to be zero
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: flat views to read from and load into."""
+        return {f"masks/{name}": mask.keep.view(-1) for name, mask in self.masks.items()}
+
+    def hard(self, step: int) -> bool:
+        """Whether hidden weights are zero while step `step` runs."""
+        s = self.schedule
+        return step > (s.start if s.method == "regrow" else s.until)
+
+    @torch.no_grad()
+    def begin(self, step: int) -> None:
+        """Between steps, before step `step`: what it, and evaluation, will compute with."""
+        hard = self.hard(step)
+        soft = step > self.schedule.start and not hard
+        for name, layer in self.layers:
+            layer.masks = [self.masks[f"{name}.{key}"] for key in ("w1", "w2")] if soft else []
+        if hard and not self._cleared:
+            held = self.optimizer.tensors()
+            for name in self.masks:
+                for kind in ("weights", "exp_avg", "exp_avg_sq"):
+                    self._clear(name, held[f"{kind}/{name}"])
+            self.optimizer.loaded()  # the model's own weights follow the master weights
+            self._cleared = True
+
+    @torch.no_grad()
+    def before_update(self, step: int) -> None:
+        """Between the last backward pass and the optimizer's step."""
+        due, hard = self.schedule.due(step), self.hard(step)
+        if not (hard or (due and self.schedule.method == "regrow")):
+            return
+        gradients = self.optimizer.gradient_views()
+        if due and self.schedule.method == "regrow":  # the next mask is made of all of it
+            self._gradients = {name: gradients[name].clone() for name in self.masks}
+        if hard:
+            for name in self.masks:
+                self._clear(name, gradients[name])
+
+    @torch.no_grad()
+    def after_update(self, step: int, applied: Tensor) -> None:
+        """After the optimizer's step.
+
+        Args:
+            applied: scalar on the device; 0 if the step was skipped.
+        """
+        if not self.schedule.due(step):
+            return
+        held = self.optimizer.tensors()
+        for name, mask in self.masks.items():
+            weight = held[f"weights/{name}"].view(self.weights[name].shape)
+            gradient = self._gradients.pop(name, None)
+            before = mask.keep.clone()
+            mask.choose(step, weight, None if gradient is None else gradient.view_as(weight))
+            mask.keep.copy_(torch.where(applied > 0, mask.keep, before))
+        self._cleared = False
+
+    def _clear(self, name: str, flat: Tensor) -> None:
+        values = flat.view(self.weights[name].shape)
+        values.masked_fill_(~self.masks[name].entries(values), 0.0)
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, Tensor]:
+        """Share of the experts' weights that is kept, a scalar on the device."""
+        kept = [mask.entries(self.weights[name]).sum() for name, mask in self.masks.items()]
+        total = sum(weight.numel() for weight in self.weights.values())
+        return {"weight_density": torch.stack(kept).sum().double() / total}
