@@ -146,6 +146,7 @@ def _collect(job, told) -> dict:
         "buffers": digest(*job.model.buffers()),
         "revived": [(event.layer, event.expert) for event in revived],
         "plots": "plots" in told,
+        "masks": job.trainee.sparsity and job.trainee.sparsity.schedule,
     }
 
 
@@ -237,6 +238,14 @@ TURNED = {
     "train.compile": "train.compile=true",
     "train.cuda_graph": "train.cuda_graph=true",
     "train.checkpointing": "train.checkpointing=selective",
+    "train.sparse_density": "train.sparse_density=0.5",
+    "train.sparse_method": "train.sparse_method=regrow",
+    "train.sparse_block": "train.sparse_block=4",
+    "train.sparse_start": "train.sparse_start=2",
+    "train.sparse_every": "train.sparse_every=2",
+    "train.sparse_end": "train.sparse_end=4",
+    "train.sparse_until": "train.sparse_until=5",
+    "train.sparse_regrow": "train.sparse_regrow=0.5",
     "parallel.nodes": "parallel.nodes=2",
     "parallel.expert": "parallel.expert=2",
     "parallel.expert_placement": "parallel.expert_placement=within_node",
@@ -289,6 +298,11 @@ BEFORE = {
     "router.bias_freeze_at": GLM,
     "router.end_steps": "router.ema=0.9 router.exportable=false",
     "router.exportable": "router.ema=0.9 router.end_steps=2",
+    **dict.fromkeys(
+        [f"train.sparse_{n}" for n in ("method", "block", "start", "every", "end", "until")],
+        "train.sparse_density=0.5",
+    ),
+    "train.sparse_regrow": "train.sparse_density=0.5 train.sparse_method=regrow",
     "data.tokenizer_vocab_size": "data.tokenizer=null data.tokenizer_vocab_size=262",
     **dict.fromkeys(("optim.weights", "optim.moments"), "train.dtype=bfloat16"),
     "eval.sample_tokens": "eval.sample_prompt=whale",
@@ -296,6 +310,7 @@ BEFORE = {
 }
 # Fields whose effect a plan cannot show, and where it is shown.
 SHOWN_BY = {
+    "log.activation_threshold": "tests/training/test_sparsity.py",
     "parallel.timeout_s": "tests/training/test_config_fields.py",
     "parallel.engine": "tests/training/test_layout.py",  # one process uses none
     "data.on_bad_line": "tests/training/test_config_fields.py",
@@ -353,7 +368,7 @@ def test_a_turned_field_gives_another_plan_or_an_error(place, run, plans, tmp_pa
     if before not in plans:
         plans[before] = run(before)
     turned = TURNED[place]
-    if place.startswith("router."):
+    if place.startswith(("router.", "train.sparse_")):
         turned = f"{before} {turned}"
     section, key = place.split(".")
     field = next(models_in(Config.model_fields[section].annotation)).model_fields[key]
