@@ -88,6 +88,9 @@ class RouterControl:
     last ones (position)."""
     capacity_until: int | None = None
     """Last step with a limit; None: to the end."""
+    sample_until: int | None = None
+    """Last step that draws experts (`MoEConfig.sample_temperature`); the temperature falls to 0
+    until then, on a straight line. None: it stays, to the end."""
     gradient: str = "plain"
     """What the router learns about experts that a token did not choose: plain (nothing), dense
     (their outputs, computed in backward) or default (a mean output); see `moe.router_gradient`."""
@@ -153,7 +156,13 @@ class RouterControl:
     @property
     def changes(self) -> int:
         """How often a router computes otherwise from some step on: each is compiled anew."""
-        steps = (self.ema_until, self.freeze_at, self.capacity_until, self.fill_until)
+        steps = (
+            self.ema_until,
+            self.freeze_at,
+            self.capacity_until,
+            self.fill_until,
+            self.sample_until,
+        )
         by_k = 0 if self.top_k is None else len(self.top_k.changes()) + self.top_k.soft
         return by_k + sum(step is not None for step in steps)
 
@@ -193,6 +202,8 @@ def begin_step(model: nn.Module, step: int) -> list[str]:
         if router.capacity is not None and capacity is None:
             said["no expert drops tokens from now on"] = None
         router.capacity = capacity
+        if (change := _set_temperature(router, step)) is not None:
+            said[change] = None
         fills = control.default_fill == "forward" and control.gradient == "default"
         filling = fills and (control.fill_until is None or step <= control.fill_until)
         if router.filling and not filling:
@@ -229,6 +240,19 @@ def exported(model: nn.Module, selection_bias: bool) -> Iterator[None]:
         for router, (by_ema, k, bias, filling) in zip(routers, before):
             router.select_by_ema, router.k, router.selection_bias = by_ema, k, bias
             router.filling = filling
+
+
+def _set_temperature(router: Router, step: int) -> str | None:
+    """Whether a step draws its experts, and how freely; what to say when that ends."""
+    until, start = router.config.control.sample_until, router.config.sample_temperature
+    before = router.sampling
+    router.sampling = start > 0 and (until is None or step <= until)
+    if router.temperature is not None:
+        left = max(0.0, 1.0 - (step - 1) / until)
+        router.temperature.fill_(start * left)  # on the device: a new value compiles nothing
+    if before and not router.sampling:
+        return "each token's best experts are taken from now on, none are drawn"
+    return None
 
 
 def _set_top_k(router: Router, schedule: TopKSchedule, step: int) -> str | None:

@@ -117,7 +117,7 @@ def selection_keys(
 AMPLITUDE_EPS = 1e-20
 
 
-def gumbel(logits_TE: Tensor, score: str, temperature: float) -> Tensor:
+def gumbel(logits_TE: Tensor, score: str, temperature: float | Tensor) -> Tensor:
     """log p / temperature plus Gumbel noise, up to a constant per token.
 
     The K largest are a draw of K experts without replacement, each time with the probabilities of
@@ -150,6 +150,7 @@ class Router(nn.Module):
         selection_bias: buffer [E] or None; added to the scores for the selection alone.
         load_E: buffer [E] or None; tokens per expert in the last step (`control.keep_load`).
         weight_ema: buffer [E, D] or None; average of the weight (`control.ema`).
+        temperature: buffer [] or None; that of the draws, where it falls (`control.sample_until`).
         kappa: buffer [] or None; the real number of experts per token (`control.top_k.soft`).
         l1_coef: buffer [] or None; weight of the penalty of `score="relu"`.
         default_ED: buffer [E, D] or None; running mean of each expert's output, not yet corrected
@@ -161,6 +162,7 @@ class Router(nn.Module):
         select_by_ema: whether `weight_ema` selects the experts now.
         capacity: the limit of `control.capacity` now, or None.
         frozen: whether the weight stays as it is now.
+        sampling: whether experts are drawn now, while training.
     """
 
     def __init__(self, config: MoEConfig, device: torch.device | str | None = None) -> None:
@@ -178,6 +180,9 @@ class Router(nn.Module):
         self.add_state("weight_ema", None if control.ema is None else weight_ED.shape, device)
         soft = control.top_k is not None and control.top_k.soft
         self.add_state("kappa", () if soft else None, device, config.num_experts_per_tok)
+        falls = config.sample_temperature > 0 and control.sample_until is not None
+        start = config.sample_temperature
+        self.add_state("temperature", () if falls else None, device, start=start)
         l1 = control.l1_start
         self.add_state("l1_coef", None if l1 is None else (), device, start=l1 or 0.0)
         keeps = config.keeps_outputs
@@ -191,6 +196,7 @@ class Router(nn.Module):
         self.select_by_ema = control.ema is not None
         self.capacity = control.capacity
         self.frozen = False
+        self.sampling = config.sample_temperature > 0
         self.reset_parameters()
 
     def add_state(
@@ -281,14 +287,16 @@ class Router(nn.Module):
     ) -> Tensor | None:
         """What the experts are chosen by, where it is not `logits_TE`; [T, E] without gradient."""
         dropout = self.config.expert_dropout if self.training else 0.0
-        temperature = self.config.sample_temperature if self.training else 0.0
-        if not self.select_by_ema and not dropout and not temperature:
+        sampling = self.sampling and self.training
+        if not self.select_by_ema and not dropout and not sampling:
             return None
         with torch.no_grad():
             select_TE = logits_TE.detach()
             if self.select_by_ema:
                 select_TE = self._logits(x_TD.detach(), self.weight_ema)
-            if temperature:
+            if sampling:
+                fixed = self.temperature is None
+                temperature = self.config.sample_temperature if fixed else self.temperature
                 select_TE = gumbel(select_TE, self.config.score, temperature)
             if dropout:
                 key_TE = selection_keys(select_TE, self.config, self.selection_bias, valid_T)[1]

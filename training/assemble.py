@@ -101,6 +101,7 @@ def router_options(config: Config, architecture: ModelConfig, steps: int) -> dic
         "jitter": router.jitter,
         "expert_dropout": router.expert_dropout,
         "sample_temperature": router.sample_temperature,
+        "amplitude": router.amplitude,
         "control": router_control(config, steps),
     }
     return options | ({"norm": "none"} if router.score == "relu" else {})
@@ -132,6 +133,7 @@ def router_control(config: Config, steps: int) -> RouterControl:
         capacity_until=last_acting_step(config, "router.capacity_factor", steps),
         l1_start=1e-8 if router.score == "relu" else None,  # ReMoE's own
         top_k=top_k_schedule(config, steps),
+        sample_until=router.sample_until,
         gradient=router.gradient,
         default_fill=router.default_fill,
         default_decay=router.default_decay,

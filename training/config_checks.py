@@ -132,6 +132,11 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("router.default_decay",),
     ),
     (
+        "while router.sample_temperature=0",
+        lambda c: c.router.sample_temperature == 0,
+        ("router.sample_until",),
+    ),
+    (
         "while router.top_k_schedule=none",
         lambda c: c.router.top_k_schedule == "none",
         ("router.top_k_start", "router.top_k_ramp", "router.top_k_levels", "router.soft_k"),
@@ -373,6 +378,11 @@ def _check_router(config: Config) -> None:
             "router.rounding_min_tiles=0 takes all tokens from an expert with less than half a "
             "tile of them, and without balancing nothing brings it back; allowed: 1 or more, a "
             "router.balance_coef above 0, or a router.bias_update"
+        )
+    if router.amplitude and (router.score != "softmax" or router.freeze_at == 1):
+        raise ValueError(
+            f"router.amplitude=true needs probabilities of its own, which router.score="
+            f"{router.score!r} (or a frozen router) does not give; allowed: softmax"
         )
     if router.capacity_factor is not None:
         if router.rounding != "none":

@@ -61,6 +61,12 @@ class RouterConfig(Section):
     sample_temperature: Annotated[float, Field(ge=0)] = 0.0
     """While training, experts are drawn without replacement by exp(log p / temperature); 0: the
     best are taken."""
+    sample_until: Positive | None = None
+    """Last step that draws experts: the temperature falls to zero until then, so that the end of
+    the run trains the choice that is exported. Empty: drawn to the end."""
+    amplitude: bool = False
+    """Experimental: routers of two rows an expert, the real and imaginary part of an amplitude
+    whose squared absolute value is the probability. Classical sampling, no family has it."""
     capacity_factor: Annotated[float, Field(gt=0)] | None = None
     """While training, most tokens of an expert in a micro-batch, as a multiple of the mean; the
     rest is dropped. Empty: no limit."""

@@ -65,6 +65,7 @@ def _check_starts(config: Config, steps: int) -> None:
     ends = {
         "freeze_at": (steps, f"the run has {steps} steps"),
         "revive_after": (steps, f"the run has {steps} steps"),
+        "sample_until": (steps - 1, f"the last of the run's {steps} steps takes the best"),
         "bias_freeze_at": (steps, f"the run has {steps} steps"),
     }
     if last_bias is not None:

@@ -50,6 +50,13 @@ KNOBS = (
         None,
     ),
     Knob(
+        "router.amplitude",
+        "probabilities of amplitudes",
+        lambda c: c.router.amplitude,
+        _never,
+        None,
+    ),
+    Knob(
         "router.capacity_factor",
         "limit on the tokens of an expert",
         lambda c: c.router.capacity_factor is not None,

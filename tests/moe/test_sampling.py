@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moe.control import RouterControl, begin_step
 from moe.router import gumbel
 from tests.moe.oracle import logits_layer, make_layer
 
@@ -57,6 +58,25 @@ def test_evaluation_and_no_temperature_are_plain():
     x = torch.randn(50, 6, dtype=torch.float64)
     assert not torch.equal(sampled(x)[0], plain(x)[0])
     assert torch.equal(sampled.eval()(x)[0], plain(x)[0])
+
+
+def test_the_temperature_falls_to_the_plain_choice():
+    control = RouterControl(sample_until=4)
+    layer = make_layer(sample_temperature=2.0, control=control)
+    plain = make_layer()
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "temperature" not in k})
+    x = torch.randn(50, 6, dtype=torch.float64)
+    found, said = [], []
+    for step in range(1, 7):
+        said.append(begin_step(layer, step))
+        found.append(layer.router.temperature.item())
+        assert torch.equal(layer(x)[0], plain(x)[0]) == (step > 4), step
+    assert found == [2.0, 1.5, 1.0, 0.5, 0.0, 0.0]
+    assert [len(one) for one in said] == [0, 0, 0, 0, 1, 0]
+    begin_step(layer, 2)  # as after a restart
+    assert layer.router.temperature.item() == 1.5
+    assert not torch.equal(layer(x)[0], plain(x)[0])
+    assert control.changes == 1
 
 
 def test_noise_is_that_of_gumbel():

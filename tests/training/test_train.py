@@ -208,6 +208,7 @@ def test_sigterm_finishes_the_step_saves_and_resumes_exactly(
         ("router.top_k_schedule=geometric", "router.top_k_start=4", "router.soft_k=true"),
         ("router.gradient=default",),
         ("model.moe_expert_widths=[2,4,8,8]", "router.balance_load=flops"),
+        ("router.sample_temperature=1", "router.sample_until=9"),
     ],
     ids=lambda settings: settings[0],
 )
