@@ -146,7 +146,7 @@ def test_bias_chooses_but_does_not_weigh():
         ({"shared_expert_size": -4}, "shared_expert_size=-4"),
         ({"activation": "swigul"}, "activation='swigul' .* did you mean 'swiglu'"),
         ({"kernels": "cuda"}, "kernels='cuda' is unknown; allowed: auto"),
-        ({"save": "a"}, "save='a' is unknown; allowed: h, x"),
+        ({"save": "a"}, "save='a' is unknown; allowed: h, fp8_h, x"),
         ({"init_std": -1.0}, "init_std=-1.0"),
         ({"router_init_std": float("inf")}, "router_init_std=inf"),
     ],
