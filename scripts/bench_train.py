@@ -174,8 +174,24 @@ def bench_ours(args, config: Config, plan: Plan, tokenizer, steps, balanced: boo
         "balanced routing" if balanced else "real routing", seconds, tokens, config, device
     )
     if args.profile and device.type == "cuda" and not balanced:
+        row["waits"] = waits(step)
         row["profile"] = profile(step)
     return row
+
+
+def waits(step) -> str | None:
+    """Where a step waits for the device, or None if it never does."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(0)
+        found = None
+    except RuntimeError as error:
+        found = str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    print(f"  the host waits in a step: {found or 'never'}", flush=True)
+    return found
 
 
 def profile(step) -> dict:
