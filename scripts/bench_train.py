@@ -15,9 +15,10 @@ same load. The first steps (compilation, tuning) are left out; the figure is the
     FLOPs per token = 6 * weights in products that a token meets + 6 * layers * heads * head_dim *
     (seq_len + 1)
 
---peer runs the same architecture in transformers in the same process: bfloat16 weights and moments,
-sdpa attention, grouped_mm experts, fused AdamW, the same rows without document borders. --profile
-prints the device time of one step by kernel. Results: a table, and JSON under --out.
+--peer and --peer-compiled run the same architecture in transformers in the same process: bfloat16
+weights and moments (rounded to the nearest), sdpa attention, grouped_mm experts, fused AdamW, the
+same rows without document borders. --profile prints the device time of one step by kernel, and
+whether the host waits anywhere in it. Results: a table, and JSON under --out.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def result(name: str, seconds: list[float], tokens: int, config, device) -> dict
         "seconds": seconds, "mfu": speed * flops / peak if peak else None, "memory_gib": memory,
         "flops_per_token": flops,
     }  # fmt: skip
-    text = f"{name:24s} {human_count(speed):>6s} tok/s   step {statistics.median(seconds):.4f} s"
+    text = f"{name:32s} {human_count(speed):>6s} tok/s   step {statistics.median(seconds):.4f} s"
     if peak:
         text += f"   MFU {row['mfu']:.1%}   memory {memory:.1f} GiB"
     print(text, flush=True)
@@ -223,7 +224,7 @@ def profile(step) -> dict:
     return {"kernels": kernels, "busy_ms": busy, "idle_ms": idle}
 
 
-def bench_peer(args, config: Config, plan: Plan, tokenizer, steps) -> dict:
+def bench_peer(args, config: Config, plan: Plan, tokenizer, steps, compiled: bool) -> dict:
     """The same architecture and rows in transformers."""
     import transformers
 
@@ -238,6 +239,8 @@ def bench_peer(args, config: Config, plan: Plan, tokenizer, steps) -> dict:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("grouped_mm")
     model.train()
+    if compiled:
+        model.compile()
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
     rows = [[batch.tokens_BL.to(device) for batch in batches] for batches in steps]
@@ -252,7 +255,7 @@ def bench_peer(args, config: Config, plan: Plan, tokenizer, steps) -> dict:
 
     tokens = sum(batch.num_tokens for batch in steps[0])
     seconds = timed(step, args.steps, args.warmup, device)
-    name = f"transformers {transformers.__version__}"
+    name = f"transformers {transformers.__version__}{' compiled' if compiled else ''}"
     return result(name, seconds, tokens, config, device)
 
 
@@ -268,6 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--micro-batches", type=int, default=4, help="of one step")
     parser.add_argument("--routing", default="both", choices=("both", "real", "balanced"))
     parser.add_argument("--peer", action="store_true", help="transformers in the same run")
+    parser.add_argument("--peer-compiled", action="store_true", help="and with torch.compile")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_train"))
     args = parser.parse_intermixed_args(arguments)
@@ -303,8 +307,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     for balanced in kinds:
         keep(bench_ours(args, config, plan, tokenizer, steps, balanced))
-    if args.peer:
-        keep(bench_peer(args, config, plan, tokenizer, steps))
+    for wanted, compiled in ((args.peer, False), (args.peer_compiled, True)):
+        if wanted:
+            keep(bench_peer(args, config, plan, tokenizer, steps, compiled))
     print(f"written to {args.out}/train.json")
     return 0
 
