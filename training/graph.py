@@ -131,7 +131,7 @@ class StepGraph:
         if form.graph is None:
             self._capture(form, work)
         form.graph.replay()
-        return pytree.tree_map(torch.clone, form.result)
+        return pytree.tree_map_only(Tensor, torch.clone, form.result)
 
     def _capture(self, form: _Form, work: Work) -> None:
         if self._pool is None:

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from training.adamw import Rates, adamw, buffer_seed, rates_numbers
+from training.gradients import collect, norm
 
 # Elements; 256 bytes in float32, 128 in bfloat16: the most that TMA and vector loads ask for.
 ALIGN = 64
@@ -252,12 +253,6 @@ class _Flat:
         return {name: flat[start : start + count] for name, (start, count) in self.places.items()}
 
 
-def _norm(flat: Tensor) -> Tensor:
-    """The 2-norm of a buffer whose size is a multiple of `ALIGN`, by norms of its pieces: one
-    running float32 sum over millions of elements loses five digits on a CPU."""
-    return torch.linalg.vector_norm(torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1))
-
-
 class MasterAdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over flat float32 buffers.
 
@@ -334,10 +329,7 @@ class MasterAdamW:
 
     def _collect(self, parameter: nn.Parameter) -> None:
         stale = self._stale.pop(parameter, None)
-        if stale is None:
-            self._narrow[parameter].add_(parameter.grad)
-        else:
-            stale.copy_(parameter.grad)
+        collect(self._narrow[parameter], parameter.grad, add=stale is None)
         parameter.grad = None
 
     def zero_grad(self) -> None:
@@ -395,14 +387,14 @@ class MasterAdamW:
     def update(self) -> Outcome:
         """`step` with the learning rate that was set; the same work on the device every time."""
         self._clear_stale()
-        torch.stack([_norm(flat.gradient) for flat in self.flats], out=self.group_norms)
-        norm = torch.linalg.vector_norm(self.group_norms)
-        outcome = self.guard.judge(norm, self.terms)
+        torch.stack([norm(flat.gradient) for flat in self.flats], out=self.group_norms)
+        total = torch.linalg.vector_norm(self.group_norms)
+        outcome = self.guard.judge(total, self.terms)
         keep = 1 - outcome.skipped
         self.updates.add_(keep)
-        divisor = torch.ones_like(norm)
+        divisor = torch.ones_like(total)
         if self.clip_norm is not None:
-            divisor = torch.clamp(norm / self.clip_norm, min=1.0)
+            divisor = torch.clamp(total / self.clip_norm, min=1.0)
         for flat, lr, seed in zip(self.flats, self.group_lrs, self.seeds):
             numbers = rates_numbers(
                 lr, flat.group.weight_decay, self.betas, self.updates, divisor, keep
