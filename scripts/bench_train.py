@@ -134,7 +134,7 @@ def result(name: str, seconds: list[float], tokens: int, config, device) -> dict
         "seconds": seconds, "mfu": speed * flops / peak if peak else None, "memory_gib": memory,
         "flops_per_token": flops,
     }  # fmt: skip
-    text = f"{name:32s} {human_count(speed):>6s} tok/s   step {statistics.median(seconds):.4f} s"
+    text = f"{name:38s} {human_count(speed):>6s} tok/s   step {statistics.median(seconds):.4f} s"
     if peak:
         text += f"   MFU {row['mfu']:.1%}   memory {memory:.1f} GiB"
     print(text, flush=True)
@@ -243,7 +243,10 @@ def bench_peer(args, config: Config, plan: Plan, tokenizer, steps, compiled: boo
         model.compile()
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
-    rows = [[batch.tokens_BL.to(device) for batch in batches] for batches in steps]
+    rows = [
+        [part for batch in batches for part in batch.tokens_BL.to(device).split(args.peer_rows)]
+        for batches in steps
+    ]
 
     def step(number: int) -> None:
         for tokens_BL in rows[number % len(rows)]:
@@ -256,7 +259,8 @@ def bench_peer(args, config: Config, plan: Plan, tokenizer, steps, compiled: boo
     tokens = sum(batch.num_tokens for batch in steps[0])
     seconds = timed(step, args.steps, args.warmup, device)
     name = f"transformers {transformers.__version__}{' compiled' if compiled else ''}"
-    return result(name, seconds, tokens, config, device)
+    row = result(f"{name}, {args.peer_rows} rows", seconds, tokens, config, device)
+    return row | {"micro_batch_size": args.peer_rows}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -272,6 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--routing", default="both", choices=("both", "real", "balanced"))
     parser.add_argument("--peer", action="store_true", help="transformers in the same run")
     parser.add_argument("--peer-compiled", action="store_true", help="and with torch.compile")
+    parser.add_argument("--peer-rows", type=int, help="of its micro-batches; default: as ours")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_train"))
     args = parser.parse_intermixed_args(arguments)
@@ -288,6 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    args.peer_rows = min(args.peer_rows or plan.micro_batch_size, plan.micro_batch_size)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer, steps = batches_of(config, plan, args.out)
     card = torch.cuda.get_device_name() if plan.device == "cuda" else "cpu"
