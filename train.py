@@ -41,9 +41,9 @@ from training.job import Job
 from training.logging import RunLog
 from training.loop import Pace, StepResult, agree_on_step, train_step
 from training.probe import make_probe
-from training.revive import revive_dead
 from training.run import open_run, release, total_steps
 from training.schedule import learning_rate
+from training.surgery import change_experts
 
 # ---- before the first step ---------------------------------------------------------------------
 
@@ -147,6 +147,7 @@ def train(job: Job, stop: StopRequest) -> int:
                     health=job.trainee.health,
                     graph=job.trainee.graph,
                     sparsity=job.trainee.sparsity,
+                    worth=job.trainee.worth,
                 )
                 window.append(result)
             else:
@@ -159,8 +160,8 @@ def train(job: Job, stop: StopRequest) -> int:
             due = status.due(config, progress.step, job.steps)
             if due.log:
                 metrics = status.window(job, window, pace)
-                for event in revive_dead(job):
-                    status.revived(job, event)
+                for done in change_experts(job):
+                    status.changed_experts(job, done)
                 if due.evaluate:
                     with pace.pause():
                         metrics |= evaluate(job)

@@ -28,6 +28,7 @@ from torch import Tensor
 from models.build import build_model
 from models.config import ModelConfig, read_config_json
 from models.hf_names import Entry, entries, fused_names
+from models.slots import without_free_slots
 from models.transformer import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,7 +76,8 @@ def export_hf(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
-    """Write a folder that transformers 4.57 to 5.x, vLLM and llama.cpp load as it is.
+    """Write a folder that transformers 4.57 to 5.x, vLLM and llama.cpp load as it is. Expert slots
+    that are free are left out (`models.slots`).
 
     Args:
         source: a model, or a mapping from its parameter and buffer names to tensors (may load them
@@ -95,7 +97,7 @@ def export_hf(
 
     Raises:
         ValueError: a folder in use, an unknown dtype, missing or unknown tensors, a tokenizer that
-            does not fit, too little disk space.
+            does not fit, too little disk space, layers with different numbers of experts.
     """
     if isinstance(source, Decoder):
         config = source.config
@@ -104,6 +106,7 @@ def export_hf(
         raise ValueError("export_hf: a mapping of tensors needs config=")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
+    config, source = without_free_slots(config, source)
     limit = _parse_size(max_shard_size)
     untie = config.tie_word_embeddings and not keep_tied
     if untie:

@@ -71,8 +71,7 @@ def balance_loss(stats: RouterStats, counts_E: Tensor | None = None) -> Tensor:
     """
     fraction_E = load_fractions(stats.counts_E if counts_E is None else counts_E)
     prob_E = stats.prob_sum_E / stats.tokens.clamp(min=1)[..., None]
-    experts = stats.counts_E.shape[-1]
-    return experts * (fraction_E.to(prob_E.dtype) * prob_E).sum(dim=-1)
+    return stats.experts * (fraction_E.to(prob_E.dtype) * prob_E).sum(dim=-1)
 
 
 def cv2_loss(stats: RouterStats, counts_E: Tensor | None = None) -> Tensor:
@@ -85,7 +84,7 @@ def cv2_loss(stats: RouterStats, counts_E: Tensor | None = None) -> Tensor:
     fraction_E = load_fractions(stats.counts_E if counts_E is None else counts_E)
     prob_E = stats.prob_sum_E / stats.tokens.clamp(min=1)[..., None]
     fraction_E = prob_E + (fraction_E.to(prob_E.dtype) - prob_E).detach()
-    return stats.counts_E.shape[-1] * fraction_E.square().sum(dim=-1) - 1.0
+    return stats.experts * fraction_E.square().sum(dim=-1) - 1.0
 
 
 def l1_loss(
@@ -106,7 +105,7 @@ def l1_loss(
     load_E = stats.counts_E if counts_E is None else counts_E
     share_E = load_E.detach().double() / (tokens[..., None] if counts_E is None else step_tokens)
     mean_E = stats.gate_sum_E / tokens[..., None]
-    return load_E.shape[-1] / k * (share_E.to(mean_E.dtype) * mean_E).sum(dim=-1)
+    return stats.experts / k * (share_E.to(mean_E.dtype) * mean_E).sum(dim=-1)
 
 
 def sequence_loss(stats: RouterStats) -> Tensor:
@@ -119,12 +118,15 @@ def sequence_loss(stats: RouterStats) -> Tensor:
     return stats.sequence_sum / stats.tokens.clamp(min=1)
 
 
-def sequence_sum(prob_TE: Tensor, expert_TK: Tensor, sequences: int) -> Tensor:
+def sequence_sum(
+    prob_TE: Tensor, expert_TK: Tensor, sequences: int, in_use: int | Tensor | None = None
+) -> Tensor:
     """`RouterStats.sequence_sum` of equally long sequences: tokens * Switch loss, summed.
 
     Args:
         prob_TE: [T, E] probabilities that sum to 1, or zeros for tokens that are not valid.
         expert_TK: int [T, K]; -1 for tokens that are not valid.
+        in_use: experts that the load is to be even over; None: all.
     """
     tokens, experts = prob_TE.shape
     sequence_T1 = torch.arange(tokens, device=prob_TE.device)[:, None] * sequences // max(tokens, 1)
@@ -134,12 +136,26 @@ def sequence_sum(prob_TE: Tensor, expert_TK: Tensor, sequences: int) -> Tensor:
     counts = counts.scatter_add(0, cell_TK.reshape(-1), some_TK.reshape(-1).to(torch.int32))
     fraction_BE = load_fractions(counts.view(sequences, experts)).to(prob_TE.dtype)
     prob_sum_BE = prob_TE.view(sequences, -1, experts).sum(dim=1)
-    return experts * (fraction_BE * prob_sum_BE).sum()
+    return (experts if in_use is None else in_use) * (fraction_BE * prob_sum_BE).sum()
+
+
+def centred(bias_E: Tensor, active_E: Tensor | None = None) -> Tensor:
+    """A bias [..., E] less its mean; over the experts in use alone where a mask says which those
+    are, and 0 for the others."""
+    if active_E is None:
+        return bias_E - bias_E.mean(dim=-1, keepdim=True)
+    active_E = active_E.to(bias_E.dtype)
+    mean = (bias_E * active_E).sum(-1, keepdim=True) / active_E.sum(-1, keepdim=True)
+    return torch.where(active_E > 0, bias_E - mean, 0.0)
 
 
 @torch.no_grad()
 def quantiles(
-    score_TE: Tensor, key_TE: Tensor, k: int, targets: Sequence[float] | None = None
+    score_TE: Tensor,
+    key_TE: Tensor,
+    k: int,
+    targets: Sequence[float] | None = None,
+    active_E: Tensor | None = None,
 ) -> Tensor:
     """Per expert the excess score that exactly the wanted number of tokens has; [E].
 
@@ -153,6 +169,7 @@ def quantiles(
         key_TE: the keys that chose: score plus bias, -inf likewise.
         k: experts per token, below E.
         targets: wanted share of the load per expert, up to a factor; None: the same for all.
+        active_E: 1 for the experts in use, which alone share the load; None: all.
     """
     tokens, experts = score_TE.shape
     if not tokens:
@@ -165,6 +182,8 @@ def quantiles(
     if targets is not None:
         for expert, share in enumerate(targets):
             wanted_E[expert] = k * share / sum(targets)
+    if active_E is not None:
+        wanted_E = k * active_E.double() / active_E.double().sum()
     place_E = torch.round((rival_T1 > -math.inf).sum() * wanted_E).long().clamp(max=tokens - 1)
     ranked_TE = torch.sort(excess_TE, dim=0, descending=True).values
     found_E = ranked_TE.gather(0, place_E[None])[0]

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moe.balance import quantiles
+from moe.balance import centred, quantiles
 from moe.kernels.topk_gating import Gating
 from moe.layer import MoE
 from moe.router import selection_keys
@@ -52,8 +52,10 @@ def calibrating(
         bias_E = router.selection_bias
         for _ in range(ROUNDS):
             keys = selection_keys(logits_TE, layer.config, bias_E, valid_T)
-            new_E = -quantiles(*keys, router.active_k, layer.config.control.bias_targets)
-            new_E = new_E - new_E.mean()
+            targets = layer.config.control.bias_targets
+            new_E = centred(
+                -quantiles(*keys, router.active_k, targets, router.active_E), router.active_E
+            )
             bias_E.copy_(new_E if average is None else average(new_E))
         gating, routing, _ = layer._route(logits_TE, valid_T, None)
         return gating, routing

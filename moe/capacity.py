@@ -19,7 +19,12 @@ from moe.routing import Routing
 
 
 def limit_capacity(
-    routing: Routing, gating: Gating, factor: float, drop: str, backend: str = "auto"
+    routing: Routing,
+    gating: Gating,
+    factor: float,
+    drop: str,
+    backend: str = "auto",
+    experts: int | Tensor | None = None,
 ) -> Routing:
     """The routing without the pairs beyond each expert's limit, ceil(factor * pairs / E).
 
@@ -28,16 +33,18 @@ def limit_capacity(
         gating: it was made from; its pairs, without padding, are what the mean is of.
         drop: "probability": an expert keeps the tokens of its largest gates (ties: the earlier
             ones); "position": its first tokens.
+        experts: over which the mean is; None: all.
     """
-    experts = routing.num_experts
     # in float64, so that 1.25 * 64 is 80 and not 81
-    mean = gating.counts_E.sum().double() / experts
+    mean = gating.counts_E.sum().double() / (routing.num_experts if experts is None else experts)
     limit = torch.ceil(factor * mean - 1e-9).long()
     rank_S = ranks(routing, drop)
     expert_S = torch.where(rank_S < limit, routing.expert_S, -1)
     gates_S = torch.where(expert_S >= 0, routing.gates_S, 0.0)
     shape = gating.expert_TK.shape
-    return Routing.from_topk(expert_S.view(shape), gates_S.view(shape), experts, backend)
+    return Routing.from_topk(
+        expert_S.view(shape), gates_S.view(shape), routing.num_experts, backend
+    )
 
 
 def ranks(routing: Routing, drop: str) -> Tensor:

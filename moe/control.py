@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moe.balance import centred
 from moe.metrics import RouterStats
 from moe.router import Router
 from moe.router_gradient import FILLS, GRADIENTS
@@ -371,12 +372,15 @@ def _update_bias(
 
 def next_bias(bias_LE: Tensor, stats: RouterStats, control: RouterControl) -> Tensor:
     """The selection bias [L, E] after a step with these statistics, by `control.bias_update`."""
+    in_use_LE = stats.in_use_E
     if control.bias_update == "quantile":
         target_LE = -stats.quantile_sum_E / stats.tokens.clamp(min=1)[:, None]
-        target_LE = target_LE - target_LE.mean(dim=1, keepdim=True)
+        target_LE = centred(target_LE, in_use_LE)
         return control.bias_ema * bias_LE + (1 - control.bias_ema) * target_LE
     load_LE = stats.counts_E.double()
     share_E = torch.full_like(load_LE[0], 1.0 / load_LE.shape[1])
+    if in_use_LE is not None:
+        share_E = in_use_LE / in_use_LE.sum(dim=1, keepdim=True, dtype=load_LE.dtype)
     if control.bias_targets is not None:
         for expert, share in enumerate(control.bias_targets):  # scalars: nothing is copied over
             share_E[expert] = share / sum(control.bias_targets)
@@ -387,10 +391,10 @@ def next_bias(bias_LE: Tensor, stats: RouterStats, control: RouterControl) -> Te
     elif control.bias_update == "min_load":
         missing_LE = (missing_LE > 1 - control.min_load).to(missing_LE.dtype)
     elif control.bias_update == "rms":
-        size_L1 = missing_LE.square().mean(dim=1, keepdim=True).sqrt()
-        missing_LE = missing_LE / (size_L1 + _TINY)
+        squares_L = missing_LE.square().sum(dim=1)  # free slots miss nothing
+        missing_LE = missing_LE / ((squares_L / stats.experts).sqrt()[:, None] + _TINY)
     new_LE = bias_LE.double() + control.bias_rate * missing_LE
-    return (new_LE - new_LE.mean(dim=1, keepdim=True)).to(bias_LE.dtype)
+    return centred(new_LE, in_use_LE).to(bias_LE.dtype)
 
 
 def _update_ema(routers: Sequence[Router], decay: float, applied: Tensor | None) -> None:

@@ -44,6 +44,7 @@ from moe.router_gradient import (
 )
 from moe.routing import Routing
 from moe.sparse.experts import check_spmm
+from moe.surgery import importance_sums
 
 # (layer, logits_TE, gating, routing) -> (gating, routing); how a trace reads and replaces a choice
 RoutingHook = Callable[["MoE", Tensor, Gating, Routing], tuple[Gating, Routing]]
@@ -102,6 +103,11 @@ class MoEConfig:
     amplitude: bool = False
     """Experimental: probabilities are squared absolute values of complex amplitudes (two rows of
     the router's weight an expert), p_e = |a_e|² / sum of |a|²."""
+    start_experts: int | None = None
+    """Slots that hold an expert at first; the others are free: no token goes there until
+    `moe.surgery` puts an expert in. None: all hold one for ever, and there is no mask."""
+    importance: str = "load"
+    """What is measured of each expert beyond its load, see `moe.surgery.importance_sums`."""
     control: RouterControl = field(default_factory=RouterControl)
     """State of the router and how it changes between steps; see `moe.control`."""
     kernels: str = "auto"
@@ -305,12 +311,13 @@ class MoE(nn.Module):
             y_TD = self.compute(x_TD, routing, missing)
         y_TD = self._by_defaults(y_TD, logits_TE, gating, routing, valid_T)
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
+        importance_E = importance_sums(self, x_TD, routing) if self.training else None
         select_TE = logits_TE if select_TE is None else select_TE
         if sums_ED is not None:
             sums_ED = sums_ED.to(gating.lse_T.dtype)
         stats = self._stats(
             logits_TE, select_TE, gating, routing, valid_T, sequences,
-            gate_sum_E=gate_sum_E, output_sum_ED=sums_ED,
+            gate_sum_E=gate_sum_E, output_sum_ED=sums_ED, importance_sum_E=importance_E,
         )  # fmt: skip
         return y_TD.view(x.shape), stats
 
@@ -410,7 +417,12 @@ class MoE(nn.Module):
         )
         if self.training and router.capacity is not None:
             routing = limit_capacity(
-                routing, gating, router.capacity, c.control.capacity_drop, c.kernels
+                routing,
+                gating,
+                router.capacity,
+                c.control.capacity_drop,
+                c.kernels,
+                router.experts_in_use,
             )
         return gating, routing, None
 
@@ -427,7 +439,8 @@ class MoE(nn.Module):
         sequence = gating.lse_T.new_zeros(())
         if self.config.sequence_stats and logits_TE.shape[0]:
             prob_TE = probabilities(logits_TE, self.config.score, valid_T)
-            sequence = sequence_sum(prob_TE, gating.expert_TK, sequences)
+            experts = self.router.experts_in_use
+            sequence = sequence_sum(prob_TE, gating.expert_TK, sequences, experts)
         with torch.no_grad():
             share_TK = gating.gate_TK.clamp(min=0)
             share_TK = share_TK / share_TK.sum(dim=1, keepdim=True).clamp(min=1e-20)
@@ -439,8 +452,10 @@ class MoE(nn.Module):
             quantile_E = None
             if self.training and self.config.control.bias_update == "quantile":
                 keys = selection_keys(select_TE, self.config, self.router.selection_bias, valid_T)
-                targets = self.config.control.bias_targets
-                quantile_E = tokens * quantiles(*keys, self.router.active_k, targets)
+                k, targets = self.router.active_k, self.config.control.bias_targets
+                quantile_E = tokens * quantiles(*keys, k, targets, self.router.active_E)
+            if self.router.active_E is not None:
+                measured["active_sum_E"] = tokens * self.router.active_E
         # Made in one call: Dynamo of torch 2.11 cannot return what `_replace` gives.
         return RouterStats(
             counts_E=gating.counts_E,

@@ -43,6 +43,8 @@ class RouterStats(NamedTuple):
     gate_sum_E: Tensor | None = None  # fp32, differentiable: sum of the gates of score="relu"
     output_sum_ED: Tensor | None = None  # fp32: sum of each expert's outputs over its rows
     quantile_sum_E: Tensor | None = None  # fp32: tokens * thresholds of `moe.balance.quantiles`
+    active_sum_E: Tensor | None = None  # fp32: tokens * (1 for the slots that hold an expert)
+    importance_sum_E: Tensor | None = None  # fp32: see `moe.surgery.importance_sums`
 
     @classmethod
     def stack(cls, stats: Sequence[RouterStats]) -> RouterStats:
@@ -66,6 +68,20 @@ class RouterStats(NamedTuple):
     def measured(self) -> dict[str, Tensor]:
         """The fields that are there, by name."""
         return {name: field for name, field in self._asdict().items() if field is not None}
+
+    @property
+    def in_use_E(self) -> Tensor | None:
+        """Which slots hold an expert, bool; None: all of them."""
+        if self.active_sum_E is None:
+            return None
+        active_E = self.active_sum_E > 0
+        return active_E | ~active_E.any(dim=-1, keepdim=True)  # without tokens nothing is known
+
+    @property
+    def experts(self) -> int | Tensor:
+        """How many hold an expert, per layer where there is a mask."""
+        in_use_E = self.in_use_E
+        return self.counts_E.shape[-1] if in_use_E is None else in_use_E.sum(dim=-1)
 
     def detach(self) -> RouterStats:
         return RouterStats(*(None if field is None else field.detach() for field in self))
@@ -95,26 +111,28 @@ def layer_metrics(stats: RouterStats, tile_rows: int = 128) -> dict[str, Tensor]
         nonfinite_tokens   tokens whose logits were not finite
         balance_loss       Switch balance value; 1.0 = balanced
         z_loss             mean of logsumexp(logits)^2
+        experts            how many the layer has, where that may change
 
     Without tokens every load metric takes its balanced value. A balanced random router shows a
     max_violation of about sqrt(2 ln E / mean load), never 0.
     """
     stats = stats.detach()
-    experts = stats.counts_E.shape[-1]
+    experts = stats.experts
     fraction_E = load_fractions(stats.counts_E)
+    share_E = relative_load(stats)
     tokens = stats.tokens.double().clamp(min=1)
     entropy = torch.special.entr(fraction_E).sum(dim=-1)
     squares = fraction_E.square().sum(dim=-1)
     rows_E = stats.rows_E.double()
     padded_E = torch.ceil(rows_E / tile_rows) * tile_rows
-    return {
+    found = {
         "max_violation": experts * fraction_E.amax(dim=-1) - 1.0,
-        "min_violation": 1.0 - experts * fraction_E.amin(dim=-1),
+        "min_violation": 1.0 - share_E.amin(dim=-1),
         "load_cv2": experts * squares - 1.0,
-        "load_entropy": entropy / math.log(experts) if experts > 1 else torch.ones_like(entropy),
+        "load_entropy": evenness(entropy, experts),
         "effective_experts": entropy.exp(),
         "inverse_simpson": 1.0 / squares,
-        "dead_experts": (fraction_E * experts < DEAD_BELOW).sum(dim=-1).double(),
+        "dead_experts": (share_E < DEAD_BELOW).sum(dim=-1).double(),
         "gate_mass": experts * stats.prob_sum_E.double().amax(dim=-1) / tokens - 1.0,
         "router_entropy": stats.entropy_sum.double() / tokens,
         "tile_waste": (padded_E - rows_E).sum(dim=-1) / rows_E.sum(dim=-1).clamp(min=1),
@@ -122,6 +140,23 @@ def layer_metrics(stats: RouterStats, tile_rows: int = 128) -> dict[str, Tensor]
         "balance_loss": balance_loss(stats).double(),
         "z_loss": z_loss(stats).double(),
     }
+    return found if isinstance(experts, int) else found | {"experts": experts.double()}
+
+
+def relative_load(stats: RouterStats) -> Tensor:
+    """Load of each expert over the mean load of those in use, float64 [..., E]; infinite for slots
+    that hold none, which are neither dead nor the emptiest."""
+    share_E, experts, in_use_E = load_fractions(stats.counts_E), stats.experts, stats.in_use_E
+    if in_use_E is None:
+        return experts * share_E
+    return torch.where(in_use_E, experts[..., None] * share_E, math.inf)
+
+
+def evenness(entropy: Tensor, experts: int | Tensor) -> Tensor:
+    """Entropy of a load over that of an even one of so many experts; 1 for a single expert."""
+    if isinstance(experts, int):
+        return entropy / math.log(experts) if experts > 1 else torch.ones_like(entropy)
+    return torch.where(experts > 1, entropy / experts.double().log().clamp(min=1e-9), 1.0)
 
 
 # How a layer's metric becomes the model's; the mean where nothing else is said.

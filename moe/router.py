@@ -151,6 +151,8 @@ class Router(nn.Module):
         load_E: buffer [E] or None; tokens per expert in the last step (`control.keep_load`).
         weight_ema: buffer [E, D] or None; average of the weight (`control.ema`).
         temperature: buffer [] or None; that of the draws, where it falls (`control.sample_until`).
+        active_E: buffer [E] or None; 1 for the slots that hold an expert, 0 for the free ones,
+            whose logits are -inf (`start_experts`).
         kappa: buffer [] or None; the real number of experts per token (`control.top_k.soft`).
         l1_coef: buffer [] or None; weight of the penalty of `score="relu"`.
         default_ED: buffer [E, D] or None; running mean of each expert's output, not yet corrected
@@ -178,6 +180,8 @@ class Router(nn.Module):
         self.add_state("selection_bias", (experts,) if config.selection_bias else None, device)
         self.add_state("load_E", (experts,) if control.keep_load else None, device)
         self.add_state("weight_ema", None if control.ema is None else weight_ED.shape, device)
+        masked = config.start_experts is not None
+        self.add_state("active_E", (experts,) if masked else None, device, start=1.0)
         soft = control.top_k is not None and control.top_k.soft
         self.add_state("kappa", () if soft else None, device, config.num_experts_per_tok)
         falls = config.sample_temperature > 0 and control.sample_until is not None
@@ -225,6 +229,8 @@ class Router(nn.Module):
         """Put every buffer back to its start value."""
         for name, start in self._starts.items():
             getattr(self, name).fill_(start)
+        if self.active_E is not None:
+            self.active_E[self.config.start_experts :] = 0.0
 
     @torch.no_grad()
     def start_state(self) -> None:
@@ -241,6 +247,11 @@ class Router(nn.Module):
     def active_k(self) -> int:
         """Experts per token of a forward now: evaluation takes those of the schedule's end."""
         return self.k if self.follows_schedule else self.config.num_experts_per_tok
+
+    @property
+    def experts_in_use(self) -> Tensor | None:
+        """How many slots hold an expert, on the device; None: all of them."""
+        return None if self.active_E is None else self.active_E.sum()
 
     def defaults(self) -> Tensor:
         """Mean output of each expert, [E, D]; 0 for one that was never seen."""
@@ -268,10 +279,12 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         logits_TE = router_logits(x_TD, weight_ED, self.config.kernels)
-        if not self.config.amplitude:
-            return logits_TE
-        # softmax(log |a|²) = |a|² / sum: rows 2e and 2e + 1 are real and imaginary part of a_e
-        return logits_TE.unflatten(1, (-1, 2)).square().sum(2).add(AMPLITUDE_EPS).log()
+        if self.config.amplitude:
+            # softmax(log |a|²) = |a|² / sum: rows 2e and 2e + 1 are real and imaginary part of a_e
+            logits_TE = logits_TE.unflatten(1, (-1, 2)).square().sum(2).add(AMPLITUDE_EPS).log()
+        if self.active_E is not None:
+            logits_TE = logits_TE.masked_fill(self.active_E == 0, -math.inf)
+        return logits_TE
 
     def jittered(self, x_TD: Tensor) -> Tensor:
         """While training, x with every element times U(1 - jitter, 1 + jitter) (Switch

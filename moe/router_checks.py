@@ -10,6 +10,8 @@ from moe.kernels.topk_gating import NORMS, SCORES
 if TYPE_CHECKING:
     from moe.layer import MoEConfig
 
+# What can be measured of experts; see `moe.surgery`.
+IMPORTANCES = ("load", "gate_mass", "reap", "taylor")
 # Gates that sum to a constant by construction: with one expert per token the gate is that constant.
 RENORMALISED = ("topk_sum", "softmax_topk")
 
@@ -48,6 +50,8 @@ def check_router(config: MoEConfig) -> None:
     if config.control.top_k is not None:
         _check_top_k(config)
     _check_noise(config)
+    if config.start_experts is not None:
+        _check_slots(config)
     _check_sampling(config)
     _check_capacity(config)
     if config.score == "relu":
@@ -90,6 +94,38 @@ def _check_top_k(config: MoEConfig) -> None:
         raise ValueError(
             f"rounding_renorm={rounding.renorm!r} makes gates anew, without those that soft_k=true "
             "fades; allowed with it: tc"
+        )
+
+
+def _check_slots(config: MoEConfig) -> None:
+    start, k = config.start_experts, config.num_experts_per_tok
+    least = k + (config.control.bias_update == "quantile")  # it looks at the next one too
+    if not least <= start <= config.num_experts:
+        raise ValueError(
+            f"start_experts={start} must be from {least} (a token takes {k}) to "
+            f"num_experts={config.num_experts}"
+        )
+    top_k = config.control.top_k
+    if top_k is not None and top_k.start > start:
+        raise ValueError(
+            f"top_k_start={top_k.start} is more than the start_experts={start} that there are"
+        )
+    for name, value, allowed in (
+        ("groups", config.groups, (1,)),
+        ("expert_widths", config.expert_widths, (None,)),
+        ("score", config.score, SCORES),
+        ("control.gradient", config.control.gradient, ("plain",)),
+        ("control.bias_targets", config.control.bias_targets, (None,)),
+        ("rounding.max_tiles", config.rounding and config.rounding.max_tiles, (None,)),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"{name}={value!r} does not go with start_experts={start}, which lets experts come "
+                f"and go; allowed: {', '.join(map(str, allowed))}"
+            )
+    if config.importance not in IMPORTANCES:
+        raise ValueError(
+            f"importance={config.importance!r} is unknown; allowed: {', '.join(IMPORTANCES)}"
         )
 
 

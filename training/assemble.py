@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from parallel.engine import AdamSettings, check_replicas, make_engine
 from parallel.mesh import build_mesh
 from training.checkpoint import Snapshot, load_tensors, read_rng, read_state, stored_tensors
 from training.config_load import ConfigError
+from training.config_surgery import importance, start_experts
 from training.device import restore_rng, rng_bytes, seed_all
 from training.exactness import last_acting_step
 from training.graph import StepGraph, own_stream
@@ -34,6 +36,7 @@ from training.optim import TERMS, Group, MasterAdamW, States, StepGuard, paramet
 from training.schedule import top_k_schedule
 from training.sparsity import Sparsity, mask_schedule
 from training.weights import load_initial_shards, load_initial_weights
+from training.worth import Worth, make_worth
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -102,6 +105,8 @@ def router_options(config: Config, architecture: ModelConfig, steps: int) -> dic
         "expert_dropout": router.expert_dropout,
         "sample_temperature": router.sample_temperature,
         "amplitude": router.amplitude,
+        "start_experts": start_experts(config),
+        "importance": importance(config),
         "control": router_control(config, steps),
     }
     return options | ({"norm": "none"} if router.score == "relu" else {})
@@ -164,6 +169,8 @@ class Trainee:
     """Replays the steps' work; None: it is launched anew in each."""
     sparsity: Sparsity | None = None
     """Masks of the experts' weights; None without."""
+    worth: Worth | None = None
+    """What experts are worth; None where none comes or goes."""
 
 
 def make_trainee(
@@ -209,7 +216,8 @@ def make_trainee(
         trainee = replace(trainee, graph=StepGraph())
     if architecture.moe_layers:
         health = RoutingHealth(len(architecture.moe_layers), architecture.num_experts, device)
-        trainee = replace(trainee, health=health)
+        worth = make_worth(config, model, trainee.optimizer, device)
+        trainee = replace(trainee, health=health, worth=worth)
     if config.train.sparse_density is not None:
         masks = Sparsity(model, trainee.optimizer, mask_schedule(config, steps))
         trainee = replace(trainee, sparsity=masks)
@@ -295,7 +303,9 @@ def saved_tensors(trainee: Trainee) -> dict[str, Tensor | FlatShard]:
     """All tensors of a checkpoint by logical name, as views: this process's parts of parameters
     and moments, and the router buffers."""
     buffers = {name: buffer.reshape(-1) for name, buffer in _persistent_buffers(trainee.model)}
-    counters = trainee.health.tensors() if trainee.health is not None else {}
+    counters: dict[str, Tensor] = {}
+    for follower in (trainee.health, trainee.worth):
+        counters |= follower.tensors() if follower is not None else {}
     buffers = {f"buffers/{name}": buffer for name, buffer in buffers.items()}
     masks = {} if trainee.sparsity is None else trainee.sparsity.tensors()
     return trainee.optimizer.tensors() | buffers | counters | masks
@@ -308,12 +318,29 @@ def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
 
 def _load(checkpoint: Path, trainee: Trainee) -> None:
     tensors, stored = saved_tensors(trainee), stored_tensors(checkpoint)
-    state = [name for name in tensors if name.startswith(("buffers/", "health/", "masks/"))]
+    _refuse_hidden_slots(checkpoint, tensors, stored)
+    kinds = ("buffers/", "health/", "surgery/", "masks/")
+    state = [name for name in tensors if name.startswith(kinds)]
     load_tensors(checkpoint, {name: tensors[name] for name in tensors if name not in state})
     trainee.optimizer.loaded()
     # State that the run has only now, by changed settings, starts as in a new run.
     start_routers(trainee.model)
     load_tensors(checkpoint, {name: tensors[name] for name in state if name in stored})
+
+
+def _refuse_hidden_slots(checkpoint: Path, tensors: Mapping[str, Any], stored: Any) -> None:
+    """A model without masks would use the free slots of a checkpoint that has some."""
+    masks = [name for name in stored if name.endswith(".active_E") and name not in tensors]
+    if not masks:
+        return
+    found = {name: torch.empty(stored[name].size) for name in masks}
+    load_tensors(checkpoint, found)
+    if not all(bool(mask_E.all()) for mask_E in found.values()):
+        raise ConfigError(
+            f"{checkpoint} has free expert slots, and this run has no surgery.events and no "
+            "surgery.policy; give those of the run that it is from, or a policy with "
+            "surgery.dry_run=true"
+        )
 
 
 def snapshot(

@@ -1,4 +1,4 @@
-"""The config of a run: ten sections of typed fields, each with its meaning below it.
+"""The config of a run: eleven sections of typed fields, each with its meaning below it.
 
     config = load_config("configs/quickstart.yaml", ["train.steps=50", "run.name=try"])
 
@@ -52,6 +52,7 @@ from training.config_load import (
     read_yaml,
 )
 from training.config_router import RouterConfig
+from training.config_surgery import SurgeryConfig, clone_default
 from training.data.config import DataConfig
 
 if TYPE_CHECKING:
@@ -332,6 +333,7 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelSection
     router: RouterConfig = Field(default_factory=RouterConfig)
+    surgery: SurgeryConfig = Field(default_factory=SurgeryConfig)
     data: DataConfig
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig
@@ -352,6 +354,9 @@ class Config(Section):
     def _defaults_by_family(self) -> Config:
         router = self.router.model_copy(update=router_defaults(self))
         object.__setattr__(self, "router", router)
+        if self.surgery.clone is None:
+            surgery = self.surgery.model_copy(update={"clone": clone_default(self)})
+            object.__setattr__(self, "surgery", surgery)
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from training.config_load import ConfigError
+from training.config_surgery import (
+    check_importance,
+    check_surgery,
+    chosen_by_importance,
+    uses_slots,
+)
 from training.exactness import check_exactness, mask_steps
 
 if TYPE_CHECKING:
@@ -170,6 +176,37 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("train.sparse_regrow",),
     ),
     (
+        "without surgery.events or surgery.policy",
+        lambda c: not uses_slots(c),
+        ("surgery.start_experts",),
+    ),
+    (
+        "without surgery.events, surgery.policy or router.revive_after",
+        lambda c: not uses_slots(c) and c.router.revive_after is None,
+        ("surgery.noise",),
+    ),
+    (
+        "where nothing looks at it: without surgery.policy, or events that choose by it",
+        lambda c: not chosen_by_importance(c),
+        ("surgery.importance", "surgery.importance_decay"),
+    ),
+    (
+        "while surgery.policy=none",
+        lambda c: c.surgery.policy == "none",
+        (
+            "surgery.every",
+            "surgery.dry_run",
+            "surgery.retire_below",
+            "surgery.retire_after",
+            "surgery.cooldown",
+        ),
+    ),
+    (
+        "with another surgery.policy than resize",
+        lambda c: c.surgery.policy != "resize",
+        ("surgery.clone_above", "surgery.min_experts", "surgery.max_experts"),
+    ),
+    (
         "with optim.schedule=constant",
         lambda c: c.optim.schedule == "constant",
         ("optim.decay_fraction", "optim.min_lr_ratio"),
@@ -235,6 +272,7 @@ def check_combinations(config: Config) -> None:
         raise ValueError(
             f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
         )
+    check_surgery(config)
     check_exactness(config)
     if model.moe_expert_widths is not None:
         _check_widths(config)
@@ -481,6 +519,7 @@ def refuse_sharded(config: Config, world_size: int) -> None:
             f"model.moe_expert_widths={widths!r} works in one process only, as experts are split "
             f"over the {world_size} processes of this run by their number; leave it out"
         )
+    check_importance(config, world_size)
 
 
 def check_states(config: Config, dtype: str, world_size: int) -> None:

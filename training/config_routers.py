@@ -13,7 +13,9 @@ from training.assemble import router_options
 from training.config_checks import check_sparse
 from training.config_load import ConfigError
 from training.config_router import RouterConfig
+from training.config_surgery import uses_slots
 from training.exactness import check_ends, last_acting_step
+from training.surgery_policy import calendar, last_release
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -61,6 +63,8 @@ def _check_starts(config: Config, steps: int) -> None:
             "router.bias_freeze_at=1 never lets the selection bias move; allowed: 2 or more, "
             "router.calibrate_bias=true, or router.bias_update=none"
         )
+    if uses_slots(config):
+        _check_changes(config, steps)
     last_bias = last_acting_step(config, "router.bias_update", steps)
     ends = {
         "freeze_at": (steps, f"the run has {steps} steps"),
@@ -80,4 +84,27 @@ def _check_starts(config: Config, steps: int) -> None:
         if value is not None and value > last:
             raise ConfigError(
                 f"router.{key}={value} has no effect: {why}; allowed: 1 to {last}, or leave it out"
+            )
+
+
+def _check_changes(config: Config, steps: int) -> None:
+    """Changes of experts must come while the run goes on, and copies must come to work in it."""
+    times, until = calendar(config, steps), last_release(config, steps)
+    if times.every is not None and times.every >= steps:
+        raise ConfigError(
+            f"surgery.every={times.every} has no effect: the run has {steps} steps; allowed: below "
+            "that"
+        )
+    for number, event in enumerate(config.surgery.events):
+        last, why = steps - 1, f"the run has {steps} steps"
+        if times.level_at is not None:
+            last = times.level_at
+            why = f"layers are brought to one number of experts after step {last}"
+        if event.kind != "retire" and until - 1 < last:
+            last = until - 1
+            why = f"nothing lets tokens find a dormant copy after step {until}"
+        if event.step > last:
+            raise ConfigError(
+                f"surgery.events.{number}.step={event.step} is too late: {why}; allowed: 1 to "
+                f"{last}"
             )

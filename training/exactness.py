@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from training.config_surgery import events_uneven
+
 if TYPE_CHECKING:
     from models.config import ModelConfig
     from training.config import Config
@@ -77,6 +79,22 @@ KNOBS = (
         _never,
         "switched off",
     ),
+    *(
+        Knob(
+            place,
+            "different numbers of experts in its layers",
+            used,
+            lambda model: model.has_selection_bias,  # padding that is never chosen
+            "levelled",
+        )
+        for place, used in (
+            ("surgery.events", events_uneven),
+            (
+                "surgery.policy",
+                lambda c: c.surgery.policy == "resize" and len(c.model.config.moe_layers) > 1,
+            ),
+        )
+    ),
     Knob(
         "router.default_fill",
         "filled-in outputs of experts that were not chosen",
@@ -118,7 +136,9 @@ def check_exactness(config: Config) -> None:
             )
         return
     for knob in found:
-        value = getattr(router, knob.place.partition(".")[2])
+        section, _, key = knob.place.partition(".")
+        value = getattr(getattr(config, section), key)
+        value = "..." if isinstance(value, list) else value
         if knob.end is None:
             raise ValueError(
                 f"{knob.place}={value!r} cannot be exported: {family} has no {knob.what}; allowed "

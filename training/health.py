@@ -8,7 +8,6 @@ Shape letters: L MoE layers, E experts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe.balance import load_fractions
-from moe.metrics import DEAD_BELOW, RouterStats
+from moe.metrics import DEAD_BELOW, RouterStats, evenness, relative_load
 
 ALARM_VIOLATION = 3.0
 """Largest load over the mean load, minus 1."""
@@ -58,14 +57,13 @@ class RoutingHealth:
             stats: [L, ...], of the whole step.
             applied: 0 if the step was skipped: no counter moves.
         """
-        share_LE = load_fractions(stats.counts_E)
-        experts = share_LE.shape[-1]
-        entropy_L = torch.special.entr(share_LE).sum(-1) / max(math.log(experts), 1e-9)
+        share_LE, experts = load_fractions(stats.counts_E), stats.experts
+        even_L = evenness(torch.special.entr(share_LE).sum(-1), experts)
         counts = stats.tokens > 0 if applied is None else (stats.tokens > 0) & (applied > 0)
         for counter, holds in (
-            (self.dead_LE, share_LE * experts < DEAD_BELOW),
+            (self.dead_LE, relative_load(stats) < DEAD_BELOW),
             (self.uneven_L, share_LE.amax(-1) * experts - 1 > ALARM_VIOLATION),
-            (self.narrow_L, entropy_L < ALARM_ENTROPY if experts > 1 else counts & False),
+            (self.narrow_L, even_L < ALARM_ENTROPY),
         ):
             counted = counts.view(-1, *(1,) * (counter.dim() - 1))
             counter.copy_(torch.where(counted, torch.where(holds, counter + 1, 0.0), counter))

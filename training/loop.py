@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from training.data import Batch
     from training.health import RoutingHealth
     from training.sparsity import Sparsity
+    from training.worth import Worth
 
 REASONS = {1: "not finite", 2: "spike", 3: "after a stop"}
 
@@ -105,6 +106,7 @@ def train_step(
     health: RoutingHealth | None = None,
     graph: StepGraph | None = None,
     sparsity: Sparsity | None = None,
+    worth: Worth | None = None,
 ) -> StepResult:
     """One optimizer step over this process's micro-batches; all processes call it alike.
 
@@ -116,6 +118,7 @@ def train_step(
         health: counters that follow the step.
         graph: replays the device's work instead of launching it (one process).
         sparsity: masks of the experts' weights.
+        worth: averages that do.
     """
     batches = [batch.to(device, non_blocking=True) for batch in batches]
     work_LE = relative_work(model, router, device)
@@ -154,6 +157,8 @@ def train_step(
                         keep.counts_LE = seen.counts_E
                 optimizer.backward(loss)
             optimizer.terms[: len(terms)] += torch.stack(terms).detach()
+        if worth is not None:
+            worth.before_update()
         return stats
 
     if graph is None:
@@ -184,6 +189,8 @@ def train_step(
             update_routers(model, stats, step=step, applied=applied)
         if health is not None:
             health.update(stats, applied)
+        if worth is not None:
+            worth.update(stats, applied)
     return StepResult(
         step=step,
         lr=lr,

@@ -355,6 +355,16 @@ class MasterAdamW:
         """Add the gradient of a loss that is divided by the step's global count already."""
         loss.backward()
 
+    def weights_and_gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name → views of the master weight and of its summed gradient, flat; they stay the same
+        memory. Between the last backward and `step` the gradient is that of the step, if the
+        parameter got one."""
+        found = {}
+        for flat in self.flats:
+            weights, gradients = flat.pieces(flat.master), flat.pieces(flat.gradient)
+            found |= {name: (weights[name], gradients[name]) for name in weights}
+        return found
+
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the summed gradients by name, flat, between the last backward and `step`."""
         self._clear_stale()

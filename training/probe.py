@@ -123,6 +123,25 @@ class Probe:
         }
 
     @torch.no_grad()
+    def loss(self) -> float | None:
+        """Mean loss of the probe's rows, over all processes; None without any target. Waits for
+        the device."""
+        batch = self.batch
+        if batch is None or not self.any_experts:
+            return None
+        with evaluation(self.model), torch.compiler.set_stance("force_eager"):
+            out = self.model(
+                batch.tokens_BL,
+                labels_BL=batch.labels_BL,
+                positions_BL=batch.positions_BL,
+                documents=batch.documents,
+                valid_BL=batch.valid_BL,
+            )
+        targets = (batch.labels_BL >= 0).sum()
+        total, count = sum_(self.world, torch.stack([out.loss_sum, targets]).double()).tolist()
+        return total / count if count else None
+
+    @torch.no_grad()
     def export_differs(self, selection_bias: bool) -> bool:
         """Whether a folder that holds the weights (and the selection bias, if the family has one)
         computes anything else for these rows. Waits for the device."""

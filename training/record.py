@@ -280,7 +280,7 @@ def _dead_experts(record: Record) -> Iterator[Finding]:
         f"{_median(dead.values):.0f} experts get less than a tenth of the mean load"
         + (f" ({where}{' …' if len(worst) > 4 else ''})" if where else ""),
         f"raise router.balance_coef (now {coef}), lower optim.router_lr_multiplier, or use fewer "
-        "experts; router.revive_after=200 makes copies of busy ones of them (docs/routing.md); "
+        "experts; router.revive_after=200 makes copies of busy ones of them (docs/surgery.md); "
         "shortly after the start it often heals by itself",
     )
 

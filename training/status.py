@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from models.loss import loss_backend
 from moe.control import routers_of
 from moe.experts import BACKENDS
 from moe.kernels._triton import pick_backend
 from training.checkpoint import NonFiniteWeights
+from training.config_surgery import start_experts
 from training.device import max_memory_gib, peak_flops
 from training.exactness import acting
 from training.faults import RunFailed, out_of_memory_message
@@ -19,12 +22,13 @@ from training.flops import counts_first, flops_per_token, matmul_weights, width_
 from training.logging import human_bytes, human_count, human_time, progress_line
 from training.loop import Pace, StepResult, Window, read_window
 from training.optim import group_table
+from training.surgery_policy import calendar
 
 if TYPE_CHECKING:
     from training.config import Config
     from training.job import Job
-    from training.revive import Revival
     from training.run import Run
+    from training.surgery import Done
 
 
 LOAD_LINES = 200
@@ -47,7 +51,7 @@ class Due:
 def due(config: Config, step: int, steps: int) -> Due:
     """Evaluation and checkpoints bring a log line with them: a validation belongs to a line of
     metrics, and no checkpoint may be newer than the record of the steps that were skipped before
-    it."""
+    it. So do changes of experts, which are decided by numbers that a log line reads."""
 
     def every(interval: int | None) -> bool:
         return interval is not None and step % interval == 0
@@ -56,6 +60,7 @@ def due(config: Config, step: int, steps: int) -> Due:
     evaluate = config.eval.every_steps is not None and (last or every(config.eval.every_steps))
     save = last or every(config.checkpoint.every_steps)
     log = step == 1 or evaluate or save or every(config.log.every_steps)
+    log = log or calendar(config, steps).due(step)
     return Due(log, evaluate, save)
 
 
@@ -120,6 +125,10 @@ def start(job: Job) -> None:
             )
     if job.model.config.moe_layers and config.router.bias_update != "none":
         log.say(f"selection bias: updated after every step, rule {config.router.bias_update}")
+    started = start_experts(config)
+    if started is not None:
+        slots = job.model.config.num_experts
+        log.say(f"experts: {started} of {slots} slots in use at the start of the run")
     if plan.engine is not None:
         log.say(f"layout: {plan.mesh.describe()}; {plan.engine}")
 
@@ -229,23 +238,45 @@ def _load(job: Job, read: Window) -> None:
             job.log.event("routing_alarm", text, style="bold yellow", step=step, **alarm)
     if job.load_at < 0 or step - job.load_at >= job.steps / LOAD_LINES or step == job.steps:
         job.load_at = step
-        load_LE = counts_LE / counts_LE.mean(dim=1, keepdim=True).clamp(min=1e-9)
+        slots = counts_LE.shape[1]
+        experts = [read.metrics.get(f"layers/{i}/experts", slots) for i in range(len(counts_LE))]
+        mean_L1 = counts_LE.sum(dim=1, keepdim=True) / torch.tensor(experts).double()[:, None]
+        load_LE = counts_LE / mean_L1.clamp(min=1e-9)
         rows = [[round(value, 3) for value in row] for row in load_LE.tolist()]
         job.log.load(step, rows)
 
 
-def revived(job: Job, event: Revival) -> None:
-    """A dead expert has become a copy of another."""
-    job.log.event(
-        "expert_revived",
-        f"step {job.progress.step}: MoE layer {event.layer}: expert {event.expert}, dead for "
-        f"{event.dead_steps} steps, is now a copy of expert {event.parent}",
-        step=job.progress.step,
-        layer=event.layer,
-        expert=event.expert,
-        parent=event.parent,
-        dead_steps=event.dead_steps,
-    )
+_CHANGED = {
+    "clone": ("expert_cloned", "slot {expert} gets a copy of expert {parent}"),
+    "retire": ("expert_retired", "expert {expert} retires"),
+    "revive": ("expert_revived", "expert {expert} becomes a copy of expert {parent}"),
+}
+
+
+def changed_experts(job: Job, done: Done) -> None:
+    """Experts have come or gone, or would have in a dry run."""
+    step = job.progress.step
+    loss = job.read.losses.get(step) if job.read is not None else None
+    for change in done.changes:
+        name, text = _CHANGED[change.kind]
+        text = text.format(expert=change.expert, parent=change.parent)
+        told = f"step {step}: MoE layer {change.layer}: {text} ({change.reason})"
+        if done.dry:
+            name, told = "surgery_dry_run", f"{told}: not done, surgery.dry_run=true"
+        job.log.event(
+            name,
+            told,
+            step=step,
+            loss=loss,
+            change=change.kind,
+            layer=change.layer,
+            expert=change.expert,
+            parent=change.parent,
+            reason=change.reason,
+            experts=done.experts[change.layer] if done.experts is not None else None,
+            probe_loss=list(done.probe_loss) if done.probe_loss is not None else None,
+            seconds=done.seconds,
+        )
 
 
 def empty_step(job: Job) -> None:

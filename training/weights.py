@@ -128,6 +128,12 @@ def _refuse_loss(folder: Path, lost: set[str]) -> None:
     Raises:
         ValueError: naming it.
     """
+    masks = [name for name in lost if name.endswith(".router.active_E")]
+    if not all(bool(mask_E.all()) for mask_E in read_weights(folder, masks).values()):
+        raise ValueError(
+            f"model.init_from: {folder} has free expert slots. Export it to a Hugging Face folder, "
+            "which leaves them out (scripts/export_hf.py), or give surgery.events or surgery.policy"
+        )
     lacks = read_state(folder).get("inexact", [])
     masked = any("train.sparse_density" in lack for lack in lacks)
     if masked or (lacks and any(name.rpartition(".")[2] in _ACTING for name in lost)):
@@ -166,7 +172,10 @@ def load_model(path: str | Path, **build: Any) -> Decoder:
         return load_hf(path, **build)
     folder = resolve(path)
     refuse_inexact(folder)
-    model = build_model(ModelConfig.from_hf(folder / "model"), seed=None, **build)
+    config = ModelConfig.from_hf(folder / "model")
+    if any(name.endswith(".router.active_E") for name in read_state(folder)["shapes"]):
+        build["start_experts"] = config.num_experts  # the mask itself is loaded
+    model = build_model(config, seed=None, **build)
     load_initial_weights(model, folder)
     return model
 

@@ -18,11 +18,12 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe import Router
 from moe.balance import auxiliary_loss
+from moe.surgery import Change
 from parallel.engine import AdamSettings
 from parallel.flat_shard import FlatShard, local_of
 from tests.models.tiny import next_tokens, randomise_buffers_and_norms, tiny_config, tokens
 from training.optim import MasterAdamW, StepGuard, parameter_groups
-from training.revive import Revival, revive
+from training.surgery import make_changes
 
 ROWS, LENGTH = 8, 16
 LENGTHS = (16, 3, 9, 16, 1, 0, 12, 7)
@@ -151,8 +152,8 @@ def revived(optimizer: Any, model: nn.Module) -> dict[str, Any]:
             first = value.start if isinstance(value, FlatShard) else 0
             local.copy_((torch.arange(first, first + local.numel()) % 8191 + 1.0) / 8191)
     optimizer.loaded()
-    events = [Revival(0, 2, 5, 9), Revival(1, 7, 0, 9)]
-    revive(model, optimizer, events, seed=3, step=7)
+    changes = [Change("revive", 2, 5, layer=0), Change("revive", 7, 0, layer=1)]
+    make_changes(model, optimizer, changes, dormant=False, noise=0.01, seed=3, step=7)
     bias_E = next(m for m in model.modules() if isinstance(m, Router)).selection_bias
     return optimizer.tensors() | {"bias": bias_E}
 

@@ -13,7 +13,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize(
     ("page", "least", "printed"),
-    [("moe.md", 8, "makes every gate the constant 1"), ("sparse.md", 6, "8 0.3")],
+    [
+        ("moe.md", 8, "makes every gate the constant 1"),
+        ("sparse.md", 6, "8 0.3"),
+        ("surgery.md", 1, "[0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]"),
+    ],
 )
 def test_blocks_of_the_page_run_in_order(page, least, printed, capsys):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), flags=re.DOTALL)

@@ -23,9 +23,15 @@ def small(config: Path, folder: Path) -> list[str]:
     own = given["model"]
     if own.get("family") in ("qwen3_moe", "glm4_moe"):
         inner = "moe_intermediate_size"
+    more = []
+    if "surgery" in given:  # the same changes, in fewer steps
+        more = ["surgery.every=2", "surgery.cooldown=1", "surgery.min_experts=4"]
+        for number in range(len(given["surgery"]["events"])):
+            more.append(f"surgery.events.{number}.step={2 * number + 1}")
     widths = own.get("moe_expert_widths")
     most = widths and max(widths)
     return [
+        *more,
         *([] if widths is None else [f"model.moe_expert_widths={[8 * w // most for w in widths]}"]),
         "model.vocab_size=288",
         "model.hidden_size=16",

@@ -163,6 +163,71 @@ MISTAKES = [
     ("eval.batches=2", "eval.batches=2 has no effect without text to validate on"),
     ("eval.sample_tokens=9", "eval.sample_tokens=9 has no effect without eval.sample_prompt"),
     ("log.wandb_project=x", "log.wandb_project='x' has no effect with log.wandb=off"),
+    ("surgery.start_experts=4", "surgery.start_experts=4 has no effect without surgery.events or"),
+    ("surgery.noise=0.1", "surgery.noise=0.1 has no effect without surgery.events, surgery.policy"),
+    ("surgery.importance=load", "surgery.importance='load' has no effect where nothing looks"),
+    ("surgery.every=5", "surgery.every=5 has no effect while surgery.policy=none"),
+    ("surgery.policy=replace surgery.clone_above=2", "surgery.clone_above=2.0 has no effect with"),
+    ("surgery.policy=replace surgery.clone=dormant", "surgery.clone='dormant' needs router.bias"),
+    ("surgery.policy=replace surgery.start_experts=9", "surgery.start_experts=9 must be from 2 to"),
+    ("surgery.policy=replace router.gradient=dense", "router.gradient='dense' does not go with"),
+    (
+        "surgery.policy=replace router.score=relu router.exportable=false",
+        "router.score='relu' does not go with experts that come and go",
+    ),
+    (
+        "surgery.policy=resize",
+        "surgery.policy='resize' cannot be exported: qwen3_moe has no different numbers of experts "
+        "in its layers. Give router.end_steps: the last so many steps train without it (levelled",
+    ),
+    (
+        "surgery.policy=resize surgery.min_experts=6 surgery.max_experts=5",
+        "surgery.min_experts=6 must be from 2 to 5 here",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: retire, layer: 0}]",
+        "surgery.events='...' cannot be exported: qwen3_moe has no different numbers",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: clone}]",
+        "surgery.events.0.kind='clone' would leave MoE layer 0 with 9 experts; allowed: 2 to 8",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: retire, expert: 3}, {step: 7, kind: clone, expert: 3}]",
+        "surgery.events.1.expert=3: that slot is free after step 7 of MoE layer 0",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: retire, expert: 3}, {step: 7, kind: clone, slot: 2}]",
+        "surgery.events.1.slot=2: that slot holds an expert after step 7",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: revive, expert: 3, slot: 3}]",
+        "surgery.events.0.slot=3 is that of its own parent",
+    ),
+    (
+        "surgery.events=[{step: 7, kind: retire}, {step: 5, kind: clone}]",
+        "surgery.events are at the steps [7, 5]; they must stand in order",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: retire, slot: 1}]",
+        "surgery.events.0.slot=1: nothing is put in a slot by a retirement",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: retire, layer: 7}]",
+        "surgery.events.0.layer=7 is none of the 2 MoE layers",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: retire, expert: 8}]",
+        "surgery.events.0.expert=8 is none of the 8 slots",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: split}]",
+        "surgery.events.0.kind='split' must be one of 'clone', 'retire' or 'revive'",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: retire, exprt: 1}]",
+        "did you mean surgery.events.expert?",
+    ),
 ]
 
 
@@ -209,6 +274,14 @@ PLANLESS = [
         "model.mlp_only_layers=[0,1] router.jitter=0.1",
         "router.jitter=0.1 has no effect: no layer of this model has experts",
     ),
+    (
+        "surgery.policy=replace surgery.every=200",
+        "surgery.every=200 has no effect: the run has 200",
+    ),
+    (
+        "surgery.events=[{step: 200, kind: revive}]",
+        "surgery.events.0.step=200 is too late: the run has 200 steps; allowed: 1 to 199",
+    ),
     ("model.kernels=triton", "model.kernels='triton' needs a CUDA device, this run is on cpu"),
     ("model.kernels=hopper", "allowed here: auto, reference, spmm"),
     (
@@ -221,7 +294,7 @@ PLANLESS = [
 @pytest.mark.parametrize(("words", "expected"), PLANLESS, ids=[words for words, _ in PLANLESS])
 def test_a_mistake_that_the_plan_shows_is_one_line(file, words, expected, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    config = load_config(file, words.split())
+    config = load_config(file, [words] if "{" in words else words.split())
     with pytest.raises(ConfigError) as caught:
         make_plan(config, cuda=False)
     assert expected in one_line(caught)
@@ -426,3 +499,13 @@ def test_mistakes_end_a_program_with_code_2_in_one_line(file):
     assert done.returncode == 2
     assert done.stderr == "error: optim.lr='x' must be a number\n"
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("importance", ["taylor", "reap"])
+def test_what_needs_whole_experts_is_refused_on_several_processes(importance, tiny_config):
+    words = [f"surgery.importance={importance}", "surgery.policy=replace", "surgery.every=2"]
+    config = load_config(tiny_config, words)
+    make_plan(config, world_size=1, cuda=False)
+    wanted = f"surgery.importance='{importance}' works in one process only"
+    with pytest.raises(ConfigError, match=wanted):
+        make_plan(config, world_size=2, cuda=False)

@@ -24,8 +24,8 @@ from training.config_load import models_in
 from training.data.config import DataError
 from training.loop import Window, relative_work, router_losses
 from training.optim import group_table
-from training.revive import revive_dead
 from training.schedule import learning_rate
+from training.surgery import change_experts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,7 +114,14 @@ def _collect(job, told) -> dict:
     weights = digest(*job.model.parameters())
     dead = {"health/dead": torch.tensor([0.0, 3, 0, 0] * 2)}
     job.read = Window({}, [], {}, torch.ones(2, 4), dead)
-    revived = revive_dead(job)
+    worth = job.trainee.worth
+    if worth is not None:  # as after some steps
+        worth.importance_LE.copy_(torch.tensor([1.0, 0.1, 1, 1]).expand(2, 4))
+        worth.load_LE.copy_(torch.tensor([1.0, 1, 3, 0]).expand(2, 4))
+        worth.low_LE.fill_(1.0)
+        worth.changed_L.zero_()
+    job.progress.step = 3
+    changed = change_experts(job)
     told.pop("sample", None) if config.eval.sample_prompt is None else None
     return {
         "plan": vars(job.plan),
@@ -144,7 +151,9 @@ def _collect(job, told) -> dict:
         **{key: value for key, value in told.items() if key in ("saver", "workers")},
         "deterministic": "deterministic" in told,
         "buffers": digest(*job.model.buffers()),
-        "revived": [(event.layer, event.expert) for event in revived],
+        "changed": [(done.dry, done.changes) for done in changed],
+        "changed weights": digest(*job.model.parameters()),
+        "worth": None if worth is None else (worth.how, worth.decay),
         "plots": "plots" in told,
         "masks": job.trainee.sparsity and job.trainee.sparsity.schedule,
     }
@@ -204,6 +213,21 @@ TURNED = {
     "router.default_fill": "router.default_fill=forward router.exportable=false",
     "router.default_decay": "router.default_decay=0.5",
     "router.revive_after": "router.revive_after=1",
+    "surgery.start_experts": "surgery.start_experts=3",
+    "surgery.events": "surgery.events=[{step: 3, kind: retire, expert: 1}]",
+    "surgery.policy": "surgery.policy=replace surgery.every=1",
+    "surgery.every": "surgery.every=2",
+    "surgery.dry_run": "surgery.dry_run=true",
+    "surgery.importance": "surgery.importance=gate_mass",
+    "surgery.importance_decay": "surgery.importance_decay=0.5",
+    "surgery.retire_below": "surgery.retire_below=0.05",
+    "surgery.retire_after": "surgery.retire_after=3",
+    "surgery.clone_above": "surgery.clone_above=1.9",
+    "surgery.cooldown": "surgery.cooldown=5",
+    "surgery.min_experts": "surgery.min_experts=4",
+    "surgery.max_experts": "surgery.max_experts=3",
+    "surgery.clone": "surgery.clone=copy",
+    "surgery.noise": "surgery.noise=0.5",
     "data.sources": "data.sources=[{path: {folder}/validation.txt, format: lines}]",
     "data.validation_sources": "data.validation_sources=[]",
     "data.validation_fraction": "data.validation_fraction=0.4 data.validation_sources=[]",
@@ -275,6 +299,12 @@ TURNED = {
 # What the run is like before the field is turned, where the tiny run leaves the field no effect.
 ROUNDED = "router.rounding=nearest router.rounding_tile=4"
 GLM = "model.family=glm4_moe model.first_k_dense_replace=0"
+# Policies with an expert that is not needed, and with one that has too much to do.
+RESIZED = (
+    f"{GLM} surgery.policy=resize surgery.every=1 surgery.cooldown=1 surgery.retire_below=0.5 "
+    "surgery.importance=load"
+)
+FULL = f"{GLM} surgery.policy=resize surgery.every=3 surgery.cooldown=1 surgery.start_experts=3"
 BEFORE = {
     f"router.rounding_{name}": ROUNDED
     for name in ("tile", "min_tiles", "max_tiles", "min_mean_tiles", "protect_top1", "renorm")
@@ -306,6 +336,10 @@ BEFORE = {
         "train.sparse_density=0.5",
     ),
     "train.sparse_regrow": "train.sparse_density=0.5 train.sparse_method=regrow",
+    **{f"surgery.{key}": RESIZED for key in ("start_experts", "every", "dry_run", "importance")},
+    **{f"surgery.{key}": RESIZED for key in ("importance_decay", "retire_below", "retire_after")},
+    **{f"surgery.{key}": RESIZED for key in ("cooldown", "min_experts")},
+    **{f"surgery.{key}": FULL for key in ("clone_above", "max_experts", "noise", "clone")},
     "data.tokenizer_vocab_size": "data.tokenizer=null data.tokenizer_vocab_size=262",
     **dict.fromkeys(("optim.weights", "optim.moments"), "train.dtype=bfloat16"),
     "eval.sample_tokens": "eval.sample_prompt=whale",
@@ -371,7 +405,7 @@ def test_a_turned_field_gives_another_plan_or_an_error(place, run, plans, tmp_pa
     if before not in plans:
         plans[before] = run(before)
     turned = TURNED[place]
-    if place.startswith(("router.", "train.sparse_")):
+    if place.startswith(("router.", "surgery.", "train.sparse_")):
         turned = f"{before} {turned}"
     section, key = place.split(".")
     field = next(models_in(Config.model_fields[section].annotation)).model_fields[key]
@@ -435,6 +469,7 @@ def test_tokenising_uses_as_many_processes_as_are_said(run, monkeypatch, tmp_pat
 
 # Names that the parts of the code give to a section, beside its own.
 ALIASES = {
+    "surgery": {"event"},
     "eval": {"evaluation"},
     "data": {"config", "self", "given", "source", "job"},
     "model": {"config", "c", "self", "given"},

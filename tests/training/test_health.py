@@ -10,7 +10,7 @@ def stats_of(counts_LE):
     counts_LE = torch.as_tensor(counts_LE, dtype=torch.int32)
     zero = torch.zeros(counts_LE.shape[0])
     fields = dict.fromkeys(RouterStats._fields, zero)
-    fields |= {"counts_E": counts_LE, "tokens": counts_LE.sum(1).float()}
+    fields |= {"counts_E": counts_LE, "tokens": counts_LE.sum(1).float(), "active_sum_E": None}
     return RouterStats(**fields)
 
 
