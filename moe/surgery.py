@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from moe.router import Router
 
 Kind = Literal["clone", "retire", "revive"]
-# Scores whose values lie in [0, 1]: below the smallest bias less 2 no key can come first.
-BOUNDED = ("softmax", "sigmoid")
+# Scores that lie in [0, 1], so that below the smallest bias less 2 no key comes first, and that do
+# not change for the others when an expert comes (those of a softmax share their sum with it).
+DORMANT_SCORES = ("sigmoid",)
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,10 @@ def change_state(router: Router, change: Change, dormant: bool = False) -> None:
     Raises:
         ValueError: a dormant clone where no selection bias could keep tokens away.
     """
-    if dormant and (router.selection_bias is None or router.config.score not in BOUNDED):
+    if dormant and (router.selection_bias is None or router.config.score not in DORMANT_SCORES):
         raise ValueError(
-            "a dormant clone needs a selection bias (selection_bias=True) and bounded scores "
-            f"({', '.join(BOUNDED)}), got score={router.config.score!r}"
+            "a dormant clone needs a selection bias (selection_bias=True) and score='sigmoid', "
+            f"got score={router.config.score!r}"
         )
     if change.kind != "revive" and router.active_E is None:
         raise ValueError("the router has no free slots; it needs start_experts")

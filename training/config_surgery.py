@@ -71,10 +71,14 @@ class SurgeryConfig(Section):
     """resize: most experts of a layer; empty: all slots."""
     clone: Literal["dormant", "copy"] | None = None
     """How copies begin. dormant: no token chooses it until `router.bias_update=quantile` has raised
-    its bias, so the step after the change computes the same bits. copy: at work at once. Empty:
-    dormant with that rule, copy without."""
+    its bias, so the step after the change computes the same bits; needs the score sigmoid. copy: at
+    work at once. Empty: dormant where it is possible, else copy."""
     noise: Annotated[float, Field(ge=0)] = 0.01
     """Noise on a copy's weights, relative to their deviation."""
+
+
+# Rule and score with which a copy can begin without tokens.
+DORMANT = ("quantile", "sigmoid")
 
 
 def uses_slots(config: Config) -> bool:
@@ -112,7 +116,8 @@ def importance(config: Config) -> str:
 
 def clone_default(config: Config) -> str:
     """`surgery.clone` where it is empty."""
-    return "dormant" if config.router.bias_update == "quantile" else "copy"
+    router = config.router
+    return "dormant" if (router.bias_update, router.score) == DORMANT else "copy"
 
 
 def check_surgery(config: Config) -> None:
@@ -144,10 +149,12 @@ def check_surgery(config: Config) -> None:
                 f"surgery.{key}={value} must be from {allowed[0]} to {allowed[1]} here, with "
                 f"model.num_experts={slots} slots"
             )
-    if surgery.clone == "dormant" and config.router.bias_update != "quantile":
+    rule, score = config.router.bias_update, config.router.score
+    if surgery.clone == "dormant" and (rule, score) != DORMANT:
         raise ConfigError(
             f"surgery.clone='dormant' needs router.bias_update=quantile, which lets tokens in "
-            f"again, not {config.router.bias_update!r}; allowed with it: copy"
+            f"again, and the score sigmoid, which is each expert's own; allowed with {rule!r} and "
+            f"{score!r}: copy"
         )
     for key, value, allowed in (
         ("model.moe_expert_widths", model.moe_expert_widths, None),

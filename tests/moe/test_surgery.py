@@ -143,8 +143,9 @@ def test_selection_biases_balance_the_experts_in_use_alone(rule):
 def test_a_dormant_clone_changes_no_bit_and_is_let_in():
     control = RouterControl(bias_update="quantile")
     used = [0, 1, 2, 3, 4]
-    for score in ("sigmoid", "softmax"):
-        layer, _ = with_free_slots(used, selection_bias=True, score=score, control=control)
+    for norm in ("topk_sum", "none"):
+        fields = {"score": "sigmoid", "norm": norm, "selection_bias": True, "control": control}
+        layer, _ = with_free_slots(used, **fields)
         layer.router.selection_bias[used] = torch.tensor([0.3, -0.9, 0.2, 0.4, 0.0])
         before, _ = layer(*tokens())
         change_layer(layer, Change("clone", 6, parent=3), dormant=True)
@@ -224,9 +225,10 @@ def test_what_cannot_be_dormant_or_have_free_slots_is_refused():
         change_state(layer.router, Change("clone", 7, 0), dormant=True)
     with pytest.raises(ValueError, match="it needs start_experts"):
         change_state(make().router, Change("retire", 7))
-    unbounded = make(start_experts=6, selection_bias=True, score="sqrtsoftplus")
-    with pytest.raises(ValueError, match="bounded scores"):
-        change_state(unbounded.router, Change("clone", 7, 0), dormant=True)
+    for score in ("sqrtsoftplus", "softmax"):
+        layer = make(start_experts=6, selection_bias=True, score=score)
+        with pytest.raises(ValueError, match=f"score='sigmoid', got score='{score}'"):
+            change_state(layer.router, Change("clone", 7, 0), dormant=True)
     for fields, text in (
         ({"start_experts": 1}, "start_experts=1 must be from 2"),
         ({"start_experts": 9}, "start_experts=9 must be from 2"),
@@ -301,7 +303,7 @@ def test_reap_and_gate_mass_are_sums_over_pairs():
 
 def test_a_change_compiles_nothing_anew():
     torch._dynamo.reset()
-    layer = make(start_experts=6, selection_bias=True, kernels="reference")
+    layer = make(start_experts=6, score="sigmoid", selection_bias=True, kernels="reference")
     compiles = []
 
     def backend(graph, inputs):
