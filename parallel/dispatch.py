@@ -10,6 +10,7 @@ The exchange is cut into steps that are on their way while others compute:
 
     all         step c: the c-th part of every rank's tokens, to all ranks
     pairwise    step r: all tokens for the rank r + 1 places further round the ring
+    whole       see `whole.py`
 
 A rank's pairs with its own experts take no part; they are the local block behind the last step.
 
@@ -40,7 +41,7 @@ from parallel.transport import Split
 # The older name warns from torch 2.13 on; the newer is not in torch 2.10.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-SCHEDULES = ("all", "pairwise")
+SCHEDULES = ("all", "pairwise", "whole")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ from parallel.dispatch import (
 from parallel.mesh import Mesh, MeshPlan
 from parallel.pull import Pull, SymmetricMemory
 from parallel.transport import Collective, Pairwise, Transport
+from parallel.whole import Whole
 
 PAYLOADS = ("model", "float8")
 TRANSPORTS = ("collective", "pull")
@@ -64,10 +65,11 @@ class ExpertParallelOptions:
     """
 
     chunks: int | None = None
-    """Parts that a rank's tokens are cut into, so that one moves while another computes; None = 2.
-    Only for schedule=all."""
+    """Parts that a rank's tokens are cut into, so that one moves while another computes; None = 2,
+    or 1 with schedule=whole. Not for schedule=pairwise."""
     schedule: str = "all"
-    """all: each step goes to all ranks; pairwise: each step to one, in ring order."""
+    """all: each step goes to all ranks; pairwise: each step to one, in ring order; whole: all
+    tokens go to all ranks, and no host waits for sizes."""
     deduplicate: bool = True
     """A token crosses once per rank, not once per expert."""
     payload: str = "model"
@@ -99,6 +101,12 @@ class ExpertParallelOptions:
                     f"parallel.transport={self.transport} already goes from rank to rank; allowed "
                     "with parallel.schedule=pairwise: collective"
                 )
+
+        if self.schedule == "whole" and not self.deduplicate:
+            raise ValueError(
+                "parallel.deduplicate=False has no effect with parallel.schedule=whole, which "
+                "sends every token once to every rank; leave it out"
+            )
 
     def check(self, plan: MeshPlan, device_type: str) -> None:
         """Refuse what cannot work on this device, or has no effect in this layout.
@@ -172,10 +180,23 @@ class ParallelExperts(nn.Module):
         self.cut = Cut(
             mesh.plan.expert,
             self.num_experts,
-            options.chunks or 2,
+            options.chunks or (1 if options.schedule == "whole" else 2),
             options.schedule,
             options.deduplicate,
         )
+        self.whole = None
+        if options.schedule == "whole" and transport is not None:
+            self.whole = Whole(
+                transport,
+                _host_group(mesh),
+                mesh.place("expert"),
+                mesh.plan.expert,
+                self.num_experts,
+                self.first_expert,
+                self.cut.chunks,
+                options.payload == "float8",
+                config.kernels,
+            )
         for name, weight in (("w1", w1_EHD), ("w2", w2_EDN)):
             own = weight.detach()[mine.start : mine.stop].clone()
             own = own.flatten(0, 1) if flat else own
@@ -233,6 +254,14 @@ class ParallelExperts(nn.Module):
         rank = self.mesh.place("expert")
         rows_TD = _autocast(x_TD)
         backend = pick_backend(config.kernels, rows_TD)
+        if self.whole is not None:
+            exchange = replace(self.whole, transport=self.transport)
+            y_TD, tokens_N = exchange(
+                rows_TD, routing, compute, None if shared is None else lambda: shared(x_TD), backend
+            )
+            return finish(
+                y_TD, DotsOverRanks(self.transport_group, rank, tokens_N, config.activation)
+            )
         pairs = sort_pairs(routing, self.cut, rank, config.kernels)
         tokens_12 = pairs.counts_B2.new_tensor([[x_TD.shape[0], 0]])
         counts_NB2 = exchange_counts(torch.cat([pairs.counts_B2, tokens_12]), self.transport_group)
@@ -401,6 +430,16 @@ def split_experts(
             start = parallel.experts.first_expert * shape[1] * shape[2]
             ranges[f"{prefix}experts.{weight}"] = ExpertRange(f"{prefix}{weight}", shape, start)
     return ranges
+
+
+def _host_group(mesh: Mesh) -> dist.ProcessGroup:
+    """The expert group over gloo, for sizes that only hosts know; its members call it together."""
+    if "expert_hosts" not in mesh.groups:
+        ranks = dist.get_process_group_ranks(mesh.group("expert"))
+        mesh.groups["expert_hosts"] = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True, group_desc="tessera_hosts"
+        )
+    return mesh.groups["expert_hosts"]
 
 
 def _autocast(x_TD: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ from training.data import Batch, build_data, load_tokenizer
 from training.loop import agree_on_step, train_step
 
 MODES = {
+    "whole, pull": {"schedule": "whole", "transport": "pull"},
+    "whole": {"schedule": "whole"},
     "1 chunk": {"chunks": 1},
     "2 chunks": {"chunks": 2},
     "4 chunks": {"chunks": 4},
@@ -209,25 +211,56 @@ def _pass(layer: MoE, x: Tensor, device: torch.device) -> tuple[float, float]:
 
 
 def _traced(layer: MoE, x: Tensor, device: torch.device, path: Path) -> dict[str, float]:
-    """Of one pass by the profiler: milliseconds in which rows were moving, and the share of them in
-    which a product or another kernel was running as well."""
+    """Of three passes by the profiler, one behind the other as in a model: the milliseconds that
+    they take, in which kernels ran, in which rows were moving, and the share of those in which
+    a kernel was running as well. Prints the timeline of rank 0."""
     with torch.profiler.profile() as profile:
-        _pass(layer, x, device)
+        dist.barrier()
+        for _ in range(3):
+            y, _ = layer(x)
+            y.backward(torch.ones_like(y))
+        _wait_for(device)
     profile.export_chrome_trace(str(path))
     moving, computing = [], []
     for event in json.loads(path.read_text())["traceEvents"]:
-        kind, name = event.get("cat"), str(event.get("name"))
+        kind, name = event.get("cat"), str(event.get("name")).lower()
         if kind not in ("kernel", "gpu_memcpy"):
             continue
         span = (event["ts"], event["ts"] + event["dur"])
         # The largest of a pass's copies are rows; gates, ids and counts are small.
-        if "nccl" in name.lower() or (kind == "gpu_memcpy" and event["dur"] > 20):
+        if (kind == "gpu_memcpy" or "sendrecv" in name) and event["dur"] > 20:
             moving.append(span)
-        elif kind == "kernel":
+        elif kind == "kernel" and "nccl" not in name:
             computing.append(span)
-    total = _length(moving)
-    both = total + _length(computing) - _length(moving + computing)
-    return {"moving ms": total / 1e3, "beside kernels": both / total if total else 1.0}
+    if not moving or not computing:
+        return {}
+    start, stop = min(computing)[0], max(end for _, end in computing)
+    if dist.get_rank() == 0:
+        print(f"one column is {(stop - start) / 1e3 / COLUMNS:.3f} ms; # all of it, : half, . less")
+        for what, spans in (("computes", computing), ("moves", moving)):
+            print(f"{what:>9} |{_timeline(spans, start, stop)}|")
+    total, busy = _length(moving), _length(computing)
+    both = total + busy - _length(moving + computing)
+    return {
+        "3 passes ms": (stop - start) / 1e3,
+        "computing ms": busy / 1e3,
+        "moving ms": total / 1e3,
+        "beside kernels": both / total,
+    }
+
+
+COLUMNS = 120
+
+
+def _timeline(spans: list[tuple[float, float]], start: float, stop: float) -> str:
+    """How much of each of `COLUMNS` equal times the spans cover."""
+    each, text = (stop - start) / COLUMNS, ""
+    for column in range(COLUMNS):
+        low, high = start + column * each, start + (column + 1) * each
+        cut = [(max(a, low), min(b, high)) for a, b in spans if a < high and b > low]
+        share = _length(cut) / each
+        text += "#" if share > 0.95 else ":" if share > 0.5 else "." if share > 0.02 else " "
+    return text
 
 
 def _length(spans: list[tuple[float, float]]) -> float:

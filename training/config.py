@@ -272,9 +272,11 @@ class ParallelConfig(Section):
     adam: Literal["torch", "deepspeed"] = "torch"
     """PyTorch's fused AdamW or DeepSpeed's kernels (deepspeed), which are compiled on first use."""
     chunks: Positive | None = None
-    """Parts of a micro-batch that travel while others are computed; empty: 2."""
-    schedule: Literal["all", "pairwise"] = "all"
-    """Exchange with all ranks at once, or with one after the other."""
+    """Parts of a micro-batch that travel while others are computed; empty: 2, or 1 with
+    schedule=whole."""
+    schedule: Literal["all", "pairwise", "whole"] = "all"
+    """Exchange with all ranks at once, or with one after the other; whole: send all tokens to all
+    ranks, whatever their experts, so that no size is read back from the device."""
     deduplicate: bool = True
     """Send a token once to each rank, not once for each of its experts."""
     payload: Literal["model", "float8"] = "model"

@@ -94,6 +94,22 @@ CASES = {
     "pairwise, every pair its own row": Case(
         layout="ep4 in a node", options=_options(schedule="pairwise", deduplicate=False)
     ),
+    **{
+        f"whole, {name}": Case(layout=name, options=_options(schedule="whole"))
+        for name in LAYOUTS
+        if name != "ep1"
+    },
+    "whole, 3 chunks": Case(options=_options(schedule="whole", chunks=3)),
+    "whole, recomputed": Case(
+        options=_options(schedule="whole"), recompute=True, layout="ep2", favoured=(0, 1)
+    ),
+    "whole, no tokens at all": Case(options=_options(schedule="whole"), counts=(0, 0, 0, 0)),
+    "whole, padding": Case(
+        options=_options(schedule="whole"), padding=True, layout="ep2", counts=(9, 4, 6, 2)
+    ),
+    "whole, all to one rank": Case(options=_options(schedule="whole"), favoured=(2, 3)),
+    "whole, mean outputs": Case(config=MEANS, options=_options(schedule="whole")),
+    "whole, dense gradient": Case(config=DENSE, options=_options(schedule="whole")),
     "no tokens at all": Case(counts=(0, 0, 0, 0)),
     "one token in all": Case(counts=(0, 1, 0, 0), options=_options(chunks=3)),
     "all tokens to the first rank": Case(favoured=(0, 1)),
@@ -263,6 +279,8 @@ ORDERS = {
     "7 chunks": _options(chunks=7),
     "pairs": _options(deduplicate=False),
     "pairwise": _options(schedule="pairwise"),
+    "whole": _options(schedule="whole"),
+    "whole, 3 chunks": _options(schedule="whole", chunks=3),
     "pairwise, pairs": _options(schedule="pairwise", deduplicate=False),
 }
 
@@ -284,6 +302,13 @@ def _all_bits() -> dict[str, list[Tensor]]:
     (y * cotangents[rank]).sum().backward()
     results["one process"] = [y.detach(), x.grad]
     return results
+
+
+def _ragged_whole() -> str:
+    try:
+        return _ragged("ep2", _options(schedule="whole"))
+    except ValueError as error:
+        return str(error)
 
 
 def _ragged(layout: str, options: ExpertParallelOptions) -> str:
@@ -402,7 +427,9 @@ def _everything() -> dict:
     return {
         "cases": cases,
         "bits": _all_bits(),
-        "ragged": [_ragged("ep4", o) for o in ORDERS.values()] + [_ragged("ep2", _options())],
+        "ragged": [_ragged("ep4", o) for o in ORDERS.values() if o.schedule != "whole"]
+        + [_ragged("ep2", _options())],
+        "ragged whole": _ragged_whole(),
         "crossings": _crossings(),
         "evaluation": _evaluation(),
         "autocast": _autocast(),
@@ -513,3 +540,8 @@ def test_experts_must_divide():
     mesh = Mesh(plan_mesh(3, 3, 3, num_experts=9), torch.device("cpu"), groups={"expert": object()})
     with pytest.raises(ValueError, match=r"parallel\.expert=3 does not divide num_experts=8"):
         expert_parallel(_layer(BASE, (), torch.float32), mesh)
+
+
+def test_whole_refuses_tokens_with_unequal_numbers_of_experts(results):
+    for result in results:
+        assert "parallel.schedule=whole needs equally many experts" in result["ragged whole"]

@@ -32,6 +32,8 @@ MODES = [
     {"schedule": "pairwise"},
     {"transport": "pull"},
     {"transport": "pull", "chunks": 4},
+    {"schedule": "whole"},
+    {"schedule": "whole", "transport": "pull"},
 ]
 SIZES = (0, 96, 1503, 640, 1)  # few, as kernels are compiled anew for some sizes
 CONFIG = MoEConfig(
