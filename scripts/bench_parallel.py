@@ -109,7 +109,9 @@ class Measured:
                 self.arrived[key] = (noise if rows.is_floating_point() else noise * 0).to(
                     rows.dtype
                 )
-            return _Arrived(self.arrived[key])
+            # A tensor of its own each time: autograd would take one that it gave out before for
+            # the output of both nodes, and leave out the first.
+            return _Arrived(self.arrived[key].detach())
         wire = self.row_s * max(rows.shape[0], sum(split.receive))
         self.busy_until = max(self.busy_until, time.perf_counter()) + wire
         return _Late(self.inner.start(rows, split), self.busy_until)
