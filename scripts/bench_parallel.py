@@ -7,10 +7,12 @@
 
 layer: one MoE layer, forward and backward, in every mode of travelling. Beside the time of a mode:
 that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that
-of the exchanges alone. hidden = 1 - (time - free) / alone. With --row-us every row takes that many
-microseconds on the wire, one exchange after the other, as on a slow network: that shows the
-schedule on a machine without one. With --traces the profiler's timelines are kept, and the share
-of the time that rows move in which the GPU computes as well is read out of them.
+of the exchanges alone. hidden = 1 - (time - free) / alone. Times on a GPU are the device's; where
+no size is read back (schedule=whole) it is held until the host has queued the pass. With --row-us
+every row takes that many microseconds on the wire, one exchange after the other, as on a slow
+network: that shows the schedule on a machine without one. With --traces the profiler's timelines
+are kept, and the share of the time that rows move in which the GPU computes as well is read out of
+them.
 
 engine: whole steps of a config on packed rows of the bundled novel, by the trainer's own model,
 engine and step: tokens per second, peak memory, losses (those of --nproc 1 with the same
@@ -172,14 +174,29 @@ def bench_layer(
         options = ExpertParallelOptions(**settings)
         inner = make_transport(options, mesh)
         row: dict[str, Any] = {"mode": name}
-        for kind, free in (("", False), ("free ", True)):
-            transport = Measured(inner, free, row_s)
-            parallel = expert_parallel(layer, mesh, options, transport)
-            times = [_pass(parallel, x, device) for _ in range(repeats + 2)][2:]
-            row[f"{kind}forward ms"] = 1e3 * statistics.median(t[0] for t in times)
-            row[f"{kind}backward ms"] = 1e3 * statistics.median(t[1] for t in times)
-            row["rows sent"] = transport.rows / (repeats + 2) / 4  # out and back, twice
-        row["alone ms"] = _alone(inner, x, int(row["rows sent"]), options, mesh, row_s, repeats)
+        # Without a wait for sizes the host can be ahead of the device, as in a long step; then the
+        # times are the device's own, whatever the host's speed.
+        ahead = device_type == "cuda" and options.schedule == "whole"
+        kinds = {
+            "": Measured(inner, False, row_s),
+            "free ": Measured(inner, True, row_s),
+        }
+        layers = {
+            kind: expert_parallel(layer, mesh, options, transport)
+            for kind, transport in kinds.items()
+        }
+        times: dict[str, list] = {kind: [] for kind in kinds}
+        for _ in range(repeats + 2):
+            for kind, parallel in layers.items():  # in turn, as clocks drift
+                times[kind].append(_pass(parallel, x, device, ahead))
+        for kind in kinds:
+            row[f"{kind}forward ms"] = 1e3 * statistics.median(t[0] for t in times[kind][2:])
+            row[f"{kind}backward ms"] = 1e3 * statistics.median(t[1] for t in times[kind][2:])
+        sent = kinds["free "]
+        row["rows sent"] = sent.rows / (repeats + 2) / 4  # out and back, twice
+        row["alone ms"] = _alone(
+            inner, x, int(row["rows sent"]), options, mesh, row_s, repeats, ahead
+        )
         for key in [key for key in row if key.endswith("ms")]:
             slowest = torch.tensor(row[key], device=device, dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -190,34 +207,58 @@ def bench_layer(
         if traces is not None:
             parallel = expert_parallel(layer, mesh, options, inner)
             path = Path(traces) / f"{name.replace(' ', '_').replace(',', '')}_{rank}.json"
-            row |= _traced(parallel, x, device, path)
+            row |= _traced(parallel, x, device, path, ahead)
         table.append(row)
         if rank == 0:
             print(f"{time.perf_counter() - started:.0f} s", json.dumps(row), flush=True)
     return table
 
 
-def _pass(layer: MoE, x: Tensor, device: torch.device) -> tuple[float, float]:
-    """Seconds of one forward and one backward, all ranks starting together."""
-    marks = []
+def _pass(layer: MoE, x: Tensor, device: torch.device, ahead: bool) -> tuple[float, float]:
+    """Seconds of one forward and one backward, all ranks starting together.
+
+    Args:
+        ahead: hold the device back until the host has queued both.
+    """
     dist.barrier()
     _wait_for(device)
-    marks.append(time.perf_counter())
+    if ahead:
+        torch.cuda._sleep(HOLD)
+    marks = [_mark(device)]
     y, _ = layer(x)
-    _wait_for(device)
-    marks.append(time.perf_counter())
+    marks.append(_mark(device))
     y.backward(torch.ones_like(y))
+    marks.append(_mark(device))
     _wait_for(device)
-    marks.append(time.perf_counter())
-    return marks[1] - marks[0], marks[2] - marks[1]
+    return _between(*marks[:2]), _between(*marks[1:])
 
 
-def _traced(layer: MoE, x: Tensor, device: torch.device, path: Path) -> dict[str, float]:
+HOLD = 120_000_000
+"""Cycles, some 60 ms: longer than a host takes for a pass."""
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, stop: Any) -> float:
+    return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
+
+
+def _traced(
+    layer: MoE, x: Tensor, device: torch.device, path: Path, ahead: bool
+) -> dict[str, float]:
     """Of three passes by the profiler, one behind the other as in a model: the milliseconds that
     they take, in which kernels ran, in which rows were moving, and the share of those in which
     a kernel was running as well. Prints the timeline of rank 0."""
     with torch.profiler.profile() as profile:
         dist.barrier()
+        if ahead:
+            torch.cuda._sleep(4 * HOLD)
         for _ in range(3):
             y, _ = layer(x)
             y.backward(torch.ones_like(y))
@@ -232,7 +273,7 @@ def _traced(layer: MoE, x: Tensor, device: torch.device, path: Path) -> dict[str
         # The largest of a pass's copies are rows; gates, ids and counts are small.
         if (kind == "gpu_memcpy" or "sendrecv" in name) and event["dur"] > 20:
             moving.append(span)
-        elif kind == "kernel" and "nccl" not in name:
+        elif kind == "kernel" and "nccl" not in name and "spin" not in name:
             computing.append(span)
     if not moving or not computing:
         return {}
@@ -274,20 +315,26 @@ def _length(spans: list[tuple[float, float]]) -> float:
     return length
 
 
-def _alone(inner, x: Tensor, rows: int, options, mesh, row_s: float, repeats: int) -> float:
+def _alone(
+    inner, x: Tensor, rows: int, options, mesh, row_s: float, repeats: int, ahead: bool
+) -> float:
     """Milliseconds of one direction's exchanges of that many rows, out and back, nothing else."""
     size, rank = mesh.plan.expert, mesh.place("expert")
     same = torch.tensor(rows, device=x.device)
     dist.all_reduce(same, op=dist.ReduceOp.MAX)  # all ranks must agree on sizes
     rows = int(same)
-    steps = (options.chunks or 2) if options.schedule == "all" else size - 1
+    steps = size - 1
+    if options.schedule != "pairwise":
+        steps = options.chunks or (1 if options.schedule == "whole" else 2)
     each = max(1, rows // max(1, steps * (size - 1)))
     times = []
     sent = x.detach().new_zeros(each * steps * size, x.shape[1])
     for _ in range(repeats + 1):
         dist.barrier()
         _wait_for(x.device)
-        start = time.perf_counter()
+        if ahead:
+            torch.cuda._sleep(HOLD // 4)
+        start = _mark(x.device)
         wire = Measured(inner, False, row_s)
         for back in (False, True):
             flights = []
@@ -302,8 +349,9 @@ def _alone(inner, x: Tensor, rows: int, options, mesh, row_s: float, repeats: in
                 flights.append(wire.start(sent[: sum(split.send)], split))
             for flight in flights:
                 flight.wait()
+        stop = _mark(x.device)
         _wait_for(x.device)
-        times.append(time.perf_counter() - start)
+        times.append(_between(start, stop))
     return 1e3 * statistics.median(times[1:])
 
 
@@ -389,7 +437,9 @@ def _exposed(trainee, train, given, times: list[float], seconds: float, plan: Pl
     rows = round(free.rows / free.starts * chunks)
     width = trainee.model.config.hidden_size
     x = torch.zeros(1, width, device=mesh.device, dtype=getattr(torch, plan.dtype))
-    alone = pairs * _alone(inner, x, rows, layers[0].options, mesh, 0.0, 5) / 1e3
+    options = layers[0].options
+    ahead = mesh.device.type == "cuda" and options.schedule == "whole"
+    alone = pairs * _alone(inner, x, rows, options, mesh, 0.0, 5, ahead) / 1e3
     numbers = torch.tensor([seconds, statistics.median(times[2:]), alone], device=mesh.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     step, without, alone = numbers.tolist()

@@ -7,6 +7,7 @@ buffers in flight and the order of communicators are real.
 from __future__ import annotations
 
 import importlib.util
+import time
 
 import pytest
 import torch
@@ -109,7 +110,12 @@ if importlib.util.find_spec("deepspeed"):
 
 
 def _all_layouts(cases: list) -> list[dict]:
-    return [verify.as_layout(config, plan, 2) for config, plan in cases]
+    found, start = [], time.monotonic()
+    for overrides, (config, plan) in zip(LAYOUTS, cases, strict=True):
+        found.append(verify.as_layout(config, plan, 2))
+        if dist.get_rank() == 0:  # a slow start shows where
+            print(f"{time.monotonic() - start:.0f} s after {' '.join(overrides)}", flush=True)
+    return found
 
 
 def test_layouts_equal_one_gpu(capsys):
