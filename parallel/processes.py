@@ -116,6 +116,8 @@ def _child(
         import torch
         import torch.distributed as dist
 
+        from parallel.world import own_queues
+
         torch.set_num_threads(1)
         torch.manual_seed(0)
         os.environ |= {
@@ -126,6 +128,7 @@ def _child(
         }
         device = None
         if device_type == "cuda":
+            own_queues()
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
         else:

@@ -88,6 +88,7 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = None
     if device_type == "cuda":
+        own_queues()
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
                 f"--nproc-per-node={local_size} is more than this host's CUDA devices "
@@ -105,6 +106,15 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
         device_id=device,
     )
     return joined(timeout_s)
+
+
+def own_queues() -> None:
+    """Give CUDA streams hardware queues of their own; before the first use of CUDA.
+
+    Of the default 8 queues two streams may share one, and then work behind a stream that waits for
+    another GPU (`parallel.pull`) would wait with it.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def _fresh(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
