@@ -280,6 +280,11 @@ def check_combinations(config: Config) -> None:
         _check_spmm(config)
     _check_router(config)
     check_rounding(config, train.micro_batch_size)
+    if config.parallel.schedule == "whole" and config.router.rounding != "none":
+        raise ValueError(
+            f"parallel.schedule=whole cannot be with router.rounding={config.router.rounding}, "
+            "which gives tokens unequal numbers of experts; allowed with it: all, pairwise"
+        )
     if config.router.top_k_schedule != "none" and config.router.top_k_start is None:
         raise ValueError(
             f"router.top_k_schedule={config.router.top_k_schedule!r} needs router.top_k_start, the "

@@ -212,7 +212,23 @@ def process_memory(config: Config, plan: Plan) -> Memory:
     if plan.device == "cuda":
         context = CONTEXT + (COMMUNICATION if plan.world_size > 1 else 0)
     kept = _whole(config, plan) if plan.engine is None else _sharded(config, plan)
-    return Memory(**kept, activations=activation_bytes(config, plan), context=context)
+    activations = activation_bytes(config, plan)
+    if plan.engine is not None and plan.exchange.schedule == "whole":
+        activations += _foreign_bytes(config, plan)
+    return Memory(**kept, activations=activations, context=context)
+
+
+def _foreign_bytes(config: Config, plan: Plan) -> int:
+    """schedule=whole: pre-activations of the experts for every row that the other ranks send, as if
+    all K experts of its token were here, in the layers that keep theirs for backward; and the rows.
+    """
+    model, width = config.model.config, DTYPES[plan.dtype].itemsize
+    tokens = plan.micro_batch_size * config.data.seq_len * (plan.mesh.expert - 1)
+    layers = 1 if config.train.checkpointing == "full" else len(model.moe_layers)
+    columns = 2 * model.moe_intermediate_size
+    kept = {"h": columns * width, "fp8_h": columns, "x": 0}[config.model.save]
+    rows = model.num_experts_per_tok * kept + model.hidden_size * width
+    return layers * tokens * rows
 
 
 def _whole(config: Config, plan: Plan) -> dict[str, int]:

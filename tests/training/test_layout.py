@@ -39,6 +39,7 @@ def test_every_setting_arrives(tiny_config):
     for name, word, value in (
         ("chunks", "3", 3),
         ("schedule", "pairwise", "pairwise"),
+        ("schedule", "whole", "whole"),
         ("deduplicate", "false", False),
         ("payload", "float8", "float8"),
     ):
@@ -71,6 +72,11 @@ def test_every_setting_arrives(tiny_config):
         ("parallel.deduplicate=false", "parallel.deduplicate=False has no effect"),
         ("parallel.nodes=4 parallel.transport=pull", "parallel.transport=pull needs CUDA devices"),
         ("parallel.nodes=4 parallel.schedule=pairwise parallel.chunks=2", "parallel.chunks=2 has"),
+        ("parallel.nodes=4 parallel.schedule=whole parallel.deduplicate=false", "no effect with"),
+        (
+            "parallel.schedule=whole router.rounding=nearest router.rounding_tile=4",
+            "parallel.schedule=whole cannot be with router.rounding=nearest",
+        ),
         ("parallel.nodes=0", "parallel.nodes=0"),
         ("parallel.expret=2", "did you mean parallel.expert"),
     ],
