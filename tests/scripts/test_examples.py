@@ -124,9 +124,16 @@ def test_an_arm_trains_and_is_exported_or_refused(arm, inputs, script, tmp_path,
         for word in words
         if word.startswith("router.rounding_tile")
     ]
+    early = {}  # what happens at certain steps happens within three
+    if any(word.startswith("router.sample_until") for word in words):
+        early["router.sample_until"] = 2
+    if any(word.startswith("train.sparse_density") for word in words):
+        early = {"train.sparse_start": 1, "train.sparse_every": 1, "train.sparse_end": 1}
+        early |= {"train.sparse_until": 2, "train.sparse_block": 4}
+    given_steps = [f"{key}={step}" for key, step in early.items()]
     steps = 20 if "router.top_k_schedule=geometric" in words else 3
     here = [f"run.dir={tmp_path}", "run.name=arm", f"train.steps={steps}", "eval.every_steps=null"]
-    given = [*small(base, inputs), *words, *tiles, *here, "eval.batches=16"]
+    given = [*small(base, inputs), *words, *tiles, *given_steps, *here, "eval.batches=16"]
     assert train.main([str(base), *given]) == 0
     latest, target = tmp_path / "arm" / "checkpoints" / "latest", tmp_path / "hf"
     capsys.readouterr()
