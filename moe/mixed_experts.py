@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from moe.kernels import ragged
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_width
-from moe.kernels.clear_rows import clear_rows
 from moe.kernels.combine import combine
 from moe.kernels.ragged import Widths
 from moe.kernels.weight_gradient import bias_gradient
@@ -40,23 +39,17 @@ class _MixedExperts(torch.autograd.Function):
             x, w1_PD, token_R, offsets_E1, widths, activation=activation, save_h=save_h,
             backend=backend,
         )  # fmt: skip
-        permuted = row_S is None
-        y_RD = ragged.rows(
-            a_RN, w2_UD, offsets_E1, widths, scale_R=gates_S if permuted else None, backend=backend
-        )
+        y_RD = ragged.rows(a_RN, w2_UD, offsets_E1, widths, backend=backend)
         del a_RN
         sums_ED = (
             bias_gradient(y_RD, None, None, None, offsets_E1, backend=backend)
             if output_sums
             else None
         )
-        if permuted:
-            out = clear_rows(y_RD, offsets_E1, backend=backend)
-        else:
-            out = combine(
-                y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
-                slot_offsets_T1=slot_offsets_T1, backend=backend,
-            )  # fmt: skip
+        out = combine(
+            y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
+            slot_offsets_T1=slot_offsets_T1, backend=backend,
+        )  # fmt: skip
         if with_grad:
             ctx.save_for_backward(
                 x, w1_PD, w2_UD, gates_S, h_RH if save_h else None, token_R, slot_R, row_S,
@@ -92,13 +85,10 @@ class _MixedExperts(torch.autograd.Function):
         del a_RN
         if need_x:
             dx = ragged.rows(dh_RH, w1_PD, offsets_E1, widths, width=width, backend=backend)
-            if token_R is None:
-                dx = clear_rows(dx, offsets_E1, backend=backend)
-            else:
-                dx = combine(
-                    dx, None, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
-                    slot_offsets_T1=slot_offsets_T1, backend=backend,
-                )  # fmt: skip
+            dx = combine(
+                dx, None, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
+                slot_offsets_T1=slot_offsets_T1, backend=backend,
+            )  # fmt: skip
         if need_w1:
             dw1 = ragged.outer(dh_RH, x, token_R, offsets_E1, widths, width=width, backend=backend)
         return dx, dw1, dw2, dgates if need_gates else None, *(None,) * 12

@@ -114,18 +114,12 @@ def up_ref(
 
 
 def rows_ref(
-    a_RI: Tensor, w_PD: Tensor, scale_R: Tensor | None, offsets_E1: Tensor, sizes: Sequence[int],
-    width: int,
-) -> Tensor:  # fmt: skip
+    a_RI: Tensor, w_PD: Tensor, offsets_E1: Tensor, sizes: Sequence[int], width: int
+) -> Tensor:
     """Plain torch version of `rows`; rows of no expert are zeros."""
     out_RD = a_RI.new_zeros(a_RI.shape[0], w_PD.shape[1])
     for rows, cols in _parts(offsets_E1, sizes, width):
         out_RD[rows] = a_RI[rows, : cols.stop - cols.start] @ w_PD[cols]
-    if scale_R is not None:
-        wide = arithmetic_dtype(out_RD.dtype)
-        used_R = used_rows(offsets_E1, out_RD.shape[0])
-        scaled_RD = (out_RD.to(wide) * scale_R[:, None]).masked_fill(~used_R[:, None], 0.0)
-        out_RD = scaled_RD.to(out_RD.dtype)
     return out_RD
 
 
@@ -221,32 +215,25 @@ def _up_kernel(
 
 @triton.jit
 def _rows_finish(
-    acc, scale_ptr, out_ptr, out_desc, start, end, col, D,
-    SCALE: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+    acc, out_ptr, out_desc, start, end, col, D,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     if SPLIT > 1:
         left, right = halves(acc)
+        _rows_finish(left, out_ptr, out_desc, start, end, col, D, TMA, BM, BN // 2, SPLIT // 2)
         _rows_finish(
-            left, scale_ptr, out_ptr, out_desc, start, end, col, D,
-            SCALE, TMA, BM, BN // 2, SPLIT // 2,
-        )  # fmt: skip
-        _rows_finish(
-            right, scale_ptr, out_ptr, out_desc, start, end, col + BN // 2, D,
-            SCALE, TMA, BM, BN // 2, SPLIT // 2,
-        )  # fmt: skip
+            right, out_ptr, out_desc, start, end, col + BN // 2, D, TMA, BM, BN // 2, SPLIT // 2
+        )
     else:
-        if SCALE:
-            rows = start + tl.arange(0, BM)
-            acc *= tl.load(scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
         out = acc.to(out_ptr.dtype.element_ty)
         store_rows(out_ptr, out_desc, out, start, end, col, D, D, BM, BN, TMA)
 
 
 @triton.jit(do_not_specialize=["E", "D", "stride_a", "stride_w"])
 def _rows_kernel(
-    a_ptr, a_desc, w_ptr, w_desc, scale_ptr, out_ptr, out_desc, offsets_ptr, starts_ptr, order_ptr,
+    a_ptr, a_desc, w_ptr, w_desc, out_ptr, out_desc, offsets_ptr, starts_ptr, order_ptr,
     E, D, stride_a, stride_w,
-    WIDTH: tl.constexpr, SCALE: tl.constexpr, TMA: tl.constexpr, EP: tl.constexpr,
+    WIDTH: tl.constexpr, TMA: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     rows, _units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
@@ -273,9 +260,7 @@ def _rows_kernel(
                 w_ptr, w_desc, e * 0, unit + k, col, unit + inner, D, 0, stride_w, 1, BK, BN, TMA
             )
             acc = tl.dot(a, w, acc, input_precision="ieee")
-        _rows_finish(
-            acc, scale_ptr, out_ptr, out_desc, start, end, col, D, SCALE, TMA, BM, BN, SPLIT
-        )
+        _rows_finish(acc, out_ptr, out_desc, start, end, col, D, TMA, BM, BN, SPLIT)
 
 
 @triton.jit
@@ -484,8 +469,8 @@ def up_triton(
 
 
 def rows_triton(
-    a_RI: Tensor, w_PD: Tensor, scale_R: Tensor | None, offsets_E1: Tensor, sizes: tuple[int, ...],
-    width: int, config: Config | None = None,
+    a_RI: Tensor, w_PD: Tensor, offsets_E1: Tensor, sizes: tuple[int, ...], width: int,
+    config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Launches the kernel; see `rows`."""
     (R, I), D = a_RI.shape, w_PD.shape[1]
@@ -494,7 +479,7 @@ def rows_triton(
         return out_RD
     c = config or _pick(
         "rows", a_RI.dtype, _bm(a_RI.dtype, R, sizes), (size_class(R), I, D),
-        lambda c: rows_triton(a_RI, w_PD, scale_R, offsets_E1, sizes, width, c), a_RI.device,
+        lambda c: rows_triton(a_RI, w_PD, offsets_E1, sizes, width, c), a_RI.device,
     )  # fmt: skip
     a_RI, w_PD = _tiles.with_unit_stride(a_RI), _tiles.with_unit_stride(w_PD)
     whole = math.gcd(*sizes) * width % c.bk == 0
@@ -506,9 +491,8 @@ def rows_triton(
         out_desc = _tiles.ragged_descriptor(out_RD, [c.bm, c.bn // c.split])
     starts, order = _lists(sizes, a_RI.device)
     launch(_rows_kernel, (_grid(a_RI.device, c, c.bm, R, sizes, D),),
-        a_RI, a_desc, w_PD, w_desc, None if scale_R is None else scale_R.contiguous(), out_RD,
-        out_desc, offsets_E1, starts, order, len(sizes), D, a_RI.stride(0), w_PD.stride(0),
-        WIDTH=width, SCALE=scale_R is not None, TMA=tma, EP=triton.next_power_of_2(len(sizes)),
+        a_RI, a_desc, w_PD, w_desc, out_RD, out_desc, offsets_E1, starts, order, len(sizes), D,
+        a_RI.stride(0), w_PD.stride(0), WIDTH=width, TMA=tma, EP=triton.next_power_of_2(len(sizes)),
         BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, SPLIT=c.split,
         num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
@@ -614,12 +598,12 @@ def _fake_up(x, w1, token, offsets, sizes, activation, save_h, backend):
     return x.new_empty(R if save_h else 0, N * WIDTH[activation]), x.new_empty(R, N)
 
 
-def _run_rows(a, w, scale, offsets, sizes, width, backend):
+def _run_rows(a, w, offsets, sizes, width, backend):
     f = rows_ref if backend == "reference" else rows_triton
-    return f(a, w, scale, offsets, tuple(sizes), width)
+    return f(a, w, offsets, tuple(sizes), width)
 
 
-def _fake_rows(a, w, scale, offsets, sizes, width, backend):
+def _fake_rows(a, w, offsets, sizes, width, backend):
     return a.new_empty(a.shape[0], w.shape[1])
 
 
@@ -653,8 +637,8 @@ _op_up = define_op(
     _fake_up,
 )
 _op_rows = define_op(
-    "ragged_rows(Tensor a, Tensor w, Tensor? scale, Tensor offsets, int[] sizes, int width, "
-    "str backend) -> Tensor",
+    "ragged_rows(Tensor a, Tensor w, Tensor offsets, int[] sizes, int width, str backend) "
+    "-> Tensor",
     _run_rows,
     _fake_rows,
 )
@@ -705,11 +689,10 @@ def rows(
     widths: Widths,
     *,
     width: int = 1,
-    scale_R: Tensor | None = None,
     backend: str = "reference",
 ) -> Tensor:
-    """out_RD[r] = scale[r] · a[r] · (rows of W that are the expert's), `width` rows of W a unit."""
-    return _op_rows(a_RI, w_PD, scale_R, offsets_E1, widths.sizes, width, backend)
+    """out_RD[r] = a[r] · (rows of W that are the expert's), `width` rows of W a unit."""
+    return _op_rows(a_RI, w_PD, offsets_E1, widths.sizes, width, backend)
 
 
 def down_backward(

@@ -13,6 +13,7 @@ from moe.kernels._tiles import Config
 from moe.kernels._triton import HAVE_TRITON, INTERPRET, interpreter_faults
 from moe.kernels.activations import WIDTH
 from moe.kernels.ragged import Widths
+from moe.layer import MoE, MoEConfig
 from moe.mixed_experts import mixed_experts
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -194,6 +195,36 @@ def test_experts_and_batches_without_rows(backend):
             for e in range(3) if T == 0 else (0, 2):
                 assert not w1[Widths(sizes).of(e, 2)].any()
                 assert not w2[Widths(sizes).of(e)].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
+def test_sums_of_each_expert_s_outputs(backend):
+    sizes, T, D = (8, 16, 24), 20, 32
+    routing = topk_routing(T, 3, 2)
+    x, w1, w2, _ = _leaves(T, D, sizes, routing, "swiglu", torch.float32)
+    with _tiles.forced(**SMALL), nan_memory():
+        _, sums_ED = mixed_experts(
+            x, w1, w2, routing, Widths(sizes), backend=backend, output_sums=True
+        )
+    bounds = routing.offsets_E1.tolist()
+    for e, (start, end) in enumerate(itertools.pairwise(bounds)):
+        token = routing.token_R[start:end].long()
+        h = x[token] @ w1[Widths(sizes).of(e, 2)].T
+        want = (activate_by_hand(h, "swiglu") @ w2[Widths(sizes).of(e)]).sum(0)
+        torch.testing.assert_close(sums_ED[e], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_is_compiled_whole():
+    config = MoEConfig(
+        hidden_size=16, expert_size=12, num_experts=3, num_experts_per_tok=2,
+        expert_widths=(4, 8, 12), kernels="reference",
+    )  # fmt: skip
+    layer = MoE(config)
+    x = torch.randn(20, 16)
+    want = torch.autograd.grad(layer(x)[0].square().sum(), layer.w1)[0]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(x)[0].square().sum(), layer.w1)[0]
+    torch.testing.assert_close(got, want)
 
 
 def test_what_does_not_fit_is_refused_by_name():

@@ -216,6 +216,7 @@ def test_activation_density_is_measured_on_the_probe(start, tmp_path):
         ([*SOFT, "train.sparse_end=7"], "train.sparse_end=7"),
         ([*SOFT, "train.sparse_block=64"], "train.sparse_block=64 is wider"),
         ([*SOFT, "router.revive_after=2"], "copies an expert without its mask"),
+        ([*SOFT, "surgery.policy=replace"], "train.sparse_density=0.25"),
         ([*SOFT, "model.moe_expert_widths=[2,4,8,8]"], "takes all experts for equally wide"),
     ],
 )

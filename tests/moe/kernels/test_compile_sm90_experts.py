@@ -74,8 +74,8 @@ def _compile(names: list[str], everything: bool) -> None:
             x, a, index, None, offsets, None, c)),
         "ragged up": ("up", lambda t, c: ragged.up_triton(
             x, p1, index, offsets, sizes, "swiglu", True, c)),
-        "ragged down": ("rows", lambda t, c: ragged.rows_triton(a, p2, None, offsets, sizes, 1, c)),
-        "ragged dX": ("rows", lambda t, c: ragged.rows_triton(h, p1, None, offsets, sizes, 2, c)),
+        "ragged down": ("rows", lambda t, c: ragged.rows_triton(a, p2, offsets, sizes, 1, c)),
+        "ragged dX": ("rows", lambda t, c: ragged.rows_triton(h, p1, offsets, sizes, 2, c)),
         "ragged dH": ("down_backward", lambda t, c: ragged.down_backward_triton(
             x, p2, h, gates, index, index, index, offsets, sizes, "swiglu", c)),
         "ragged dW1": ("outer", lambda t, c: ragged.outer_triton(
