@@ -181,7 +181,7 @@ def quantiles(
     wanted_E = torch.full((experts,), k / experts, dtype=torch.float64, device=score_TE.device)
     if targets is not None:
         for expert, share in enumerate(targets):
-            wanted_E[expert] = k * share / sum(targets)
+            wanted_E[expert].fill_(k * share / sum(targets))  # an assignment waits for the device
     if active_E is not None:
         wanted_E = k * active_E.double() / active_E.double().sum()
     place_E = torch.round((rival_T1 > -math.inf).sum() * wanted_E).long().clamp(max=tokens - 1)

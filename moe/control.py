@@ -382,8 +382,9 @@ def next_bias(bias_LE: Tensor, stats: RouterStats, control: RouterControl) -> Te
     if in_use_LE is not None:
         share_E = in_use_LE / in_use_LE.sum(dim=1, keepdim=True, dtype=load_LE.dtype)
     if control.bias_targets is not None:
-        for expert, share in enumerate(control.bias_targets):  # scalars: nothing is copied over
-            share_E[expert] = share / sum(control.bias_targets)
+        # by fill_: share_E[expert] = … would copy a scalar of the host's over, and wait for it
+        for expert, share in enumerate(control.bias_targets):
+            share_E[expert].fill_(share / sum(control.bias_targets))
     mean_LE = load_LE.sum(dim=1, keepdim=True) * share_E
     missing_LE = (mean_LE - load_LE) / mean_LE.clamp(min=_TINY)
     if control.bias_update == "sign":
