@@ -120,6 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
     show("parameters", rows)
 
     memory = process_memory(config, plan)
+    one = plan.engine is None and plan.accumulation == 1 and plan.dtype == "bfloat16"
+    sums = "bfloat16: one micro-batch in a step" if one else "float32"
     outside = [
         ("in host memory", memory.host, "offloaded; of each process, not of each host"),
         ("in files", memory.disk, "offloaded to parallel.offload_path, likewise"),
@@ -129,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{config.data.seq_len}, checkpointing {config.train.checkpointing})",
         [
             ("weights", _gib(memory.weights), "of two blocks at a time" if plan.engine else ""),
-            ("gradients", _gib(memory.gradients), "float32"),
+            ("gradients", _gib(memory.gradients), sums),
             ("master weights", _gib(memory.masters), "float32, where weights are not"),
             ("AdamW moments", _gib(memory.moments), f"{config.optim.moments}, two"),
             ("activations", _gib(memory.activations), "peak of one micro-batch, by replay"),

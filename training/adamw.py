@@ -83,6 +83,7 @@ def adamw_ref(
     exp_avg_sq_P: Tensor,
     gradient_P: Tensor,
     rates: Rates,
+    first: int = 0,
 ) -> None:
     """Plain torch version of `adamw`, any device; float64 buffers are computed in float64."""
     wide = torch.promote_types(weight_P.dtype, torch.float32)
@@ -100,7 +101,7 @@ def adamw_ref(
         w, m, v = weight_P[piece], exp_avg_P[piece], exp_avg_sq_P[piece]
         one = two = None
         if random:
-            one, two = random_words(rates.seed, step, start, w.numel())
+            one, two = random_words(rates.seed, step, first + start, w.numel())
         g = gradient_P[piece].to(wide) / divisor
         wide_m, wide_v = m.to(wide), v.to(wide)
         new_m = wide_m + (g - wide_m) * (1 - beta1)
@@ -145,19 +146,19 @@ def _narrow(x, carry):
 
 @triton.jit
 def _adamw_kernel(
-    weight_ptr, copy_ptr, m_ptr, v_ptr, gradient_ptr, numbers_ptr, size, seed,
+    weight_ptr, copy_ptr, m_ptr, v_ptr, gradient_ptr, numbers_ptr, size, first, seed,
     beta1, rest1, beta2, rest2, eps,
     COPY: tl.constexpr, ROUND_WEIGHT: tl.constexpr, ROUND_MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    places = first + tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    places = start + tl.arange(0, BLOCK)
     mask = places < size
     if tl.load(numbers_ptr + 4) > 0.0:
         decay = tl.load(numbers_ptr)
         step_size = tl.load(numbers_ptr + 1)
         root = tl.load(numbers_ptr + 2)
-        g = tl.load(gradient_ptr + places, mask=mask, other=0.0) / tl.load(numbers_ptr + 3)
+        g = _widen(tl.load(gradient_ptr + places, mask=mask, other=0)) / tl.load(numbers_ptr + 3)
         w = _widen(tl.load(weight_ptr + places, mask=mask, other=0))
         m = _widen(tl.load(m_ptr + places, mask=mask, other=0))
         v = _widen(tl.load(v_ptr + places, mask=mask, other=0))
@@ -167,9 +168,12 @@ def _adamw_kernel(
         if ROUND_WEIGHT or ROUND_MOMENTS:
             step = tl.load(numbers_ptr + 5).to(tl.int32).to(tl.uint32, bitcast=True)
             key = _mix((_mix(step) ^ seed).to(tl.uint32))
-            high = (first >> 32).to(tl.uint32)  # the same for the whole block
-            low = places.to(tl.uint32)
-            one = _mix(_mix(low ^ key) + _mix(key ^ (high + 1)))
+            low = (places + first).to(tl.uint32)
+            # the upper half of a place is that of the block's first element, or one more
+            high = ((start + first) >> 32).to(tl.uint32)
+            same = ((places + first) >> 32) == ((start + first) >> 32)
+            upper = tl.where(same, _mix(key ^ (high + 1)), _mix(key ^ (high + 2)))
+            one = _mix(_mix(low ^ key) + upper)
         if ROUND_WEIGHT:
             tl.store(weight_ptr + places, _narrow(w, one & 0xFFFF), mask=mask)
         else:
@@ -186,7 +190,8 @@ def _adamw_kernel(
             tl.store(v_ptr + places, v, mask=mask)
 
 
-def _bits(buffer: Tensor) -> Tensor:
+def bits(buffer: Tensor) -> Tensor:
+    """A bfloat16 tensor as int16, any other as it is."""
     return buffer.view(torch.int16) if buffer.dtype == torch.bfloat16 else buffer
 
 
@@ -197,9 +202,10 @@ def adamw_triton(
     exp_avg_sq_P: Tensor,
     gradient_P: Tensor,
     rates: Rates,
+    first: int = 0,
     block: int = 2048,
 ) -> None:
-    """Launches the kernel; see `adamw`. `block` must divide 2^32."""
+    """Launches the kernel; see `adamw`."""
     size = weight_P.numel()
     if size == 0:
         return
@@ -207,8 +213,8 @@ def adamw_triton(
     seed = rates.seed & _WORD
     with on_device(weight_P):
         launch(_adamw_kernel, (triton.cdiv(size, block),),
-            _bits(weight_P), _bits(weight_P if copy_P is None else copy_P), _bits(exp_avg_P),
-            _bits(exp_avg_sq_P), gradient_P, rates.numbers, size,
+            bits(weight_P), bits(weight_P if copy_P is None else copy_P), bits(exp_avg_P),
+            bits(exp_avg_sq_P), bits(gradient_P), rates.numbers, size, first,
             seed - (1 << 32) if seed >> 31 else seed,
             beta1, 1 - beta1, beta2, 1 - beta2, rates.eps,
             COPY=copy_P is not None, ROUND_WEIGHT=weight_P.dtype == torch.bfloat16,
@@ -227,6 +233,7 @@ def adamw(
     gradient_P: Tensor,
     rates: Rates,
     backend: str = "auto",
+    first: int = 0,
 ) -> None:
     """Update weights and moments in place; no host sync.
 
@@ -234,8 +241,10 @@ def adamw(
         weight_P: float32 or bfloat16 (then stochastically rounded); float64 with the reference.
         copy_P: bfloat16, gets the weights rounded to the nearest; None: no copy is wanted.
         exp_avg_P, exp_avg_sq_P: both float32 or both bfloat16 (then stochastically rounded).
-        gradient_P: float32; is not changed.
+        gradient_P: float32 or bfloat16; is not changed.
         backend: auto | reference | triton.
+        first: place of the first element in the whole buffer, where this is a piece of it; the
+            random bits depend on it.
 
     Raises:
         ValueError: buffers that are not contiguous or not of one length, or an impossible dtype.
@@ -251,7 +260,7 @@ def adamw(
     if backend == "triton" and copy_P is not None and copy_P.dtype != torch.bfloat16:
         raise ValueError(f"the copy is {copy_P.dtype}; backend='triton' writes bfloat16 copies")
     function = adamw_triton if backend == "triton" else adamw_ref
-    function(weight_P, copy_P, exp_avg_P, exp_avg_sq_P, gradient_P, rates)
+    function(weight_P, copy_P, exp_avg_P, exp_avg_sq_P, gradient_P, rates, first)
 
 
 def buffer_seed(seed: int, number: int) -> int:

@@ -211,7 +211,7 @@ def make_trainee(
         start_routers(model)
     model.train()
     apply_checkpointing(model, config.train.checkpointing)
-    trainee = _sharded(config, plan, model, device) if several else _whole(config, model)
+    trainee = _sharded(config, plan, model, device) if several else _whole(config, plan, model)
     if config.train.cuda_graph:
         trainee = replace(trainee, graph=StepGraph())
     if architecture.moe_layers:
@@ -246,7 +246,7 @@ def _groups(config: Config, model: Decoder) -> list[Group]:
     )
 
 
-def _whole(config: Config, model: Decoder) -> Trainee:
+def _whole(config: Config, plan: Plan, model: Decoder) -> Trainee:
     """AdamW over all parameters; moves them into its flat buffers."""
     optim = config.optim
     optimizer = MasterAdamW(
@@ -258,6 +258,7 @@ def _whole(config: Config, model: Decoder) -> Trainee:
         on_nonfinite=optim.on_nonfinite,
         states=States(DTYPES[optim.weights], DTYPES[optim.moments]),
         seed=config.run.seed,
+        accumulates=plan.accumulation > 1,
     )
     return Trainee(model, model, optimizer)
 

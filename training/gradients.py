@@ -9,13 +9,13 @@ Shape letters: P elements of a buffer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from moe.kernels._triton import launch, on_device, pick_backend, tl, triton
-from training.adamw import _widen
-
-_ROW = 64  # elements that the reference sums first
+from training.adamw import _widen, bits
 
 
 @triton.jit
@@ -47,10 +47,10 @@ def collect(total: Tensor, gradient: Tensor, add: bool, backend: str = "auto") -
             f"backend='triton' adds bfloat16 to float32, not {gradient.dtype} to {total.dtype}"
         )
     size, block = total.numel(), 4096
-    bits = gradient.contiguous().view(torch.int16)
+    gradient = gradient.contiguous()
     with on_device(total):
         launch(_collect_kernel, (triton.cdiv(size, block),),
-            total, bits, size, ADD=add, BLOCK=block, num_warps=8,
+            total, bits(gradient), size, ADD=add, BLOCK=block, num_warps=8,
         )  # fmt: skip
 
 
@@ -58,24 +58,27 @@ def collect(total: Tensor, gradient: Tensor, add: bool, backend: str = "auto") -
 def _squares_kernel(buffer_ptr, sums_ptr, size, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     places = program * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(buffer_ptr + places, mask=places < size, other=0.0)
+    value = _widen(tl.load(buffer_ptr + places, mask=places < size, other=0))
     tl.store(sums_ptr + program, tl.sum(value * value, axis=0))
 
 
-def norm(buffer_P: Tensor, backend: str = "auto") -> Tensor:
-    """The 2-norm of a float32 buffer whose size is a multiple of 64, a float32 scalar.
+def norm(buffers: Sequence[Tensor], backend: str = "auto") -> Tensor:
+    """The 2-norm of flat buffers together, float32 or bfloat16 each, as a float32 scalar.
 
     By sums of pieces: one running float32 sum over millions of elements loses five digits on a CPU.
     The same bits every time.
     """
-    if pick_backend(backend, buffer_P) == "reference":
-        rows = torch.linalg.vector_norm(buffer_P.view(-1, _ROW), dim=1)
-        return torch.linalg.vector_norm(rows)
-    size, block = buffer_P.numel(), 8192
-    sums = buffer_P.new_empty(triton.cdiv(size, block))
-    if size:
-        with on_device(buffer_P):
-            launch(_squares_kernel, (len(sums),),
-                buffer_P, sums, size, BLOCK=block, num_warps=8,
-            )  # fmt: skip
+    backends = {pick_backend(backend, buffer) for buffer in buffers}
+    if backends <= {"reference"}:
+        squares = [torch.linalg.vector_norm(b, dtype=torch.float64).square() for b in buffers]
+        return torch.stack(squares).sum().sqrt().float()
+    block = 8192
+    counts = [triton.cdiv(buffer.numel(), block) for buffer in buffers]
+    sums = torch.empty(sum(counts), device=buffers[0].device)
+    with on_device(sums):
+        for buffer, mine in zip(buffers, sums.split(counts)):
+            if len(mine):
+                launch(_squares_kernel, (len(mine),),
+                    bits(buffer), mine, buffer.numel(), BLOCK=block, num_warps=8,
+                )  # fmt: skip
     return sums.sum(dtype=torch.float64).sqrt().float()

@@ -240,7 +240,7 @@ def _whole(config: Config, plan: Plan) -> dict[str, int]:
     optim = config.optim
     return {
         "weights": sum(size * parameter.element_size() for size, parameter in padded),
-        "gradients": 4 * elements,
+        "gradients": 4 * elements - (2 * narrow if plan.accumulation == 1 else 0),
         "masters": 4 * narrow if optim.weights == "float32" else 0,
         "moments": 8 * (elements - narrow) + 2 * DTYPES[optim.moments].itemsize * narrow,
     }

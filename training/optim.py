@@ -15,7 +15,9 @@ parameter of a bfloat16 model: 2 + 4 + 8 + 4 of gradient; with bfloat16 weights 
 
 Gradients of micro-batches are added in float32: a hook moves each bfloat16 gradient into the buffer
 as soon as autograd has finished it, so never more than a layer's gradients exist twice. The first
-one of a step overwrites the buffer, so nothing is filled with zeros that is written anyway.
+one of a step overwrites the buffer, so nothing is filled with zeros that is written anyway. Where a
+step is a single micro-batch (`accumulates=False`) there is nothing to add: bfloat16 gradients stay
+where autograd put them until the update reads them there, and the buffer has no place for them.
 
 Whether a step is applied is decided on the device (`StepGuard`): `training.adamw` then leaves
 weights and moments alone, and the count of updates stays. No value is read back to the host.
@@ -246,7 +248,20 @@ class _Flat:
         moments = states.moments if narrow else torch.float32
         self.exp_avg = torch.zeros(size, dtype=moments, device=first.device)
         self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.gradient: Tensor = own.new_empty(0)  # a piece of the buffer for all groups
+        self.gradient: Tensor | None = None  # a piece of the buffer for all groups, if there is one
+
+    def gradients(self) -> list[tuple[slice, Tensor]]:
+        """Where in the flat buffers gradients lie, and these, flat: one piece, or one for every
+        parameter."""
+        if self.gradient is not None:
+            return [(slice(0, self.size), self.gradient)]
+        found = []
+        for name, parameter in self.group.parameters.items():
+            start, count = self.places[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found.append((slice(start, start + count), parameter.grad.reshape(-1)))
+        return found
 
     def pieces(self, flat: Tensor) -> dict[str, Tensor]:
         """Name → that parameter's piece of a flat tensor of this group, one-dimensional."""
@@ -274,11 +289,13 @@ class MasterAdamW:
         on_nonfinite: str = "skip",
         states: States = States(),
         seed: int = 0,
+        accumulates: bool = True,
     ) -> None:
         """
         Args:
             states: precision of master weights and moments.
             seed: of stochastic rounding.
+            accumulates: whether a step may have several micro-batches.
 
         Raises:
             ValueError: no groups, or a parameter that is in two of them.
@@ -296,13 +313,15 @@ class MasterAdamW:
         self.flats = [_Flat(group, states) for group in groups]
         self.seeds = [buffer_seed(seed, number) for number in range(len(groups))]
         device = self.flats[0].master.device
-        size = sum(flat.size for flat in self.flats)
-        # Gradients of all groups, then the loss terms: one fill forgets everything.
+        buffered = [f for f in self.flats if accumulates or f.group.dtype == torch.float32]
+        size = sum(flat.size for flat in buffered)
+        # Gradients of the groups, then the loss terms.
         self.gradient = torch.zeros(size + len(TERMS), device=device)
         self.terms = self.gradient[size:]
         self._stale: dict[nn.Parameter, Tensor] = {}
         """Pieces of the gradient that hold the last step's, by parameters without one in this."""
-        self._narrow: dict[nn.Parameter, Tensor] = {}
+        self._narrow: dict[nn.Parameter, Tensor | None] = {}
+        """Parameters whose gradients are moved to a piece of the buffer, or stay (None)."""
         self.group_norms = torch.zeros(len(groups), device=device)
         """Norm of each group's gradient in the last step, before clipping."""
         self.updates = torch.zeros((), device=device)
@@ -312,29 +331,40 @@ class MasterAdamW:
         finds it there."""
         start = 0
         for flat in self.flats:
-            flat.gradient = self.gradient[start : start + flat.size]
-            start += flat.size
+            if flat in buffered:
+                flat.gradient = self.gradient[start : start + flat.size]
+                start += flat.size
             self._collect_gradients(flat)
         self.guard = StepGuard(device, spike_factor, stop=on_nonfinite == "stop")
 
     def _collect_gradients(self, flat: _Flat) -> None:
-        pieces = flat.pieces(flat.gradient)
+        pieces = {} if flat.gradient is None else flat.pieces(flat.gradient)
         for name, parameter in flat.group.parameters.items():
-            piece = pieces[name].view(parameter.shape)
+            piece = pieces[name].view(parameter.shape) if pieces else None
             if parameter.dtype == torch.float32:
                 parameter.grad = piece  # autograd adds into it in place
             else:
                 self._narrow[parameter] = piece
                 parameter.register_post_accumulate_grad_hook(self._collect)
+        self._stale = dict(self._narrow)
 
     def _collect(self, parameter: nn.Parameter) -> None:
-        stale = self._stale.pop(parameter, None)
-        collect(self._narrow[parameter], parameter.grad, add=stale is None)
-        parameter.grad = None
+        first = parameter in self._stale
+        piece = self._stale.pop(parameter, None)
+        if self._narrow[parameter] is not None:
+            collect(self._narrow[parameter], parameter.grad, add=piece is None)
+            parameter.grad = None
+        elif not first:
+            raise RuntimeError(
+                "a second micro-batch in a step: this optimizer was made with accumulates=False"
+            )
 
     def zero_grad(self) -> None:
         """Forget gradients and loss terms of the last step."""
         self._stale = dict(self._narrow)
+        for parameter, piece in self._narrow.items():
+            if piece is None:
+                parameter.grad = None
         for flat in self.flats:
             if flat.group.dtype == torch.float32:
                 flat.gradient.zero_()
@@ -343,7 +373,8 @@ class MasterAdamW:
     def _clear_stale(self) -> None:
         """Zeros for parameters that got no gradient in this step."""
         for piece in self._stale.values():
-            piece.zero_()
+            if piece is not None:
+                piece.zero_()
         self._stale = {}
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -366,17 +397,22 @@ class MasterAdamW:
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        """Copies of the summed gradients by name, flat, between the last backward and `step`."""
-        self._clear_stale()
-        pieces = [flat.pieces(flat.gradient.clone()) for flat in self.flats]
-        return {name: piece for part in pieces for name, piece in part.items()}
+        """float32 copies of the summed gradients by name, flat, between the last backward and
+        `step`."""
+        views = self.gradient_views()
+        return {name: view.to(torch.float32, copy=True) for name, view in views.items()}
 
     def gradient_views(self) -> dict[str, Tensor]:
         """The summed gradients themselves by name, flat, to change between the last backward and
         `step`."""
         self._clear_stale()
-        pieces = [flat.pieces(flat.gradient) for flat in self.flats]
-        return {name: piece for part in pieces for name, piece in part.items()}
+        found: dict[str, Tensor] = {}
+        for flat in self.flats:
+            if flat.gradient is not None:
+                found |= flat.pieces(flat.gradient)
+            else:
+                found |= zip(flat.places, (gradient for _, gradient in flat.gradients()))
+        return found
 
     def step(self, lr: float) -> Outcome:
         """Clip by the global norm and update, unless the guard says no; no host sync.
@@ -397,7 +433,9 @@ class MasterAdamW:
     def update(self) -> Outcome:
         """`step` with the learning rate that was set; the same work on the device every time."""
         self._clear_stale()
-        torch.stack([norm(flat.gradient) for flat in self.flats], out=self.group_norms)
+        gradients = [flat.gradients() for flat in self.flats]
+        norms = [norm([piece for _, piece in pieces]) for pieces in gradients]
+        torch.stack(norms, out=self.group_norms)
         total = torch.linalg.vector_norm(self.group_norms)
         outcome = self.guard.judge(total, self.terms)
         keep = 1 - outcome.skipped
@@ -405,12 +443,24 @@ class MasterAdamW:
         divisor = torch.ones_like(total)
         if self.clip_norm is not None:
             divisor = torch.clamp(total / self.clip_norm, min=1.0)
-        for flat, lr, seed in zip(self.flats, self.group_lrs, self.seeds):
+        for flat, pieces, lr, seed in zip(self.flats, gradients, self.group_lrs, self.seeds):
             numbers = rates_numbers(
                 lr, flat.group.weight_decay, self.betas, self.updates, divisor, keep
             )
             rates = Rates(numbers, self.betas, self.eps, seed)
-            adamw(flat.master, flat.copy, flat.exp_avg, flat.exp_avg_sq, flat.gradient, rates)
+            for place, gradient in pieces:
+                adamw(
+                    flat.master[place],
+                    None if flat.copy is None else flat.copy[place],
+                    flat.exp_avg[place],
+                    flat.exp_avg_sq[place],
+                    gradient,
+                    rates,
+                    first=place.start,
+                )
+        for parameter, piece in self._narrow.items():
+            if piece is None:
+                parameter.grad = None  # its memory is for the next activations
         return outcome
 
     def lrs(self, lr: float) -> tuple[float, float | None]:

@@ -69,13 +69,16 @@ def write(tmp_path, **train):
 )
 def test_states_are_the_optimizers_buffers(tmp_path, dtype, narrow, monkeypatch):
     monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    rows = 8 if "moments" in narrow else 4  # one micro-batch in a step, or two
     words = [f"train.dtype={dtype}", *(f"optim.{kind}=bfloat16" for kind in narrow)]
+    words.append(f"train.micro_batch_size={rows}")
     config = load_config(write(tmp_path), words)
     memory = process_memory(config, make_plan(config, cuda=False))
     model = build_model(SMALL, dtype=getattr(torch, dtype))
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     states = States(**dict.fromkeys(narrow, torch.bfloat16))
-    optimizer = MasterAdamW(groups, states=states)
+    plan = make_plan(config, cuda=False)
+    optimizer = MasterAdamW(groups, states=states, accumulates=plan.accumulation > 1)
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
     }
@@ -85,7 +88,10 @@ def test_states_are_the_optimizers_buffers(tmp_path, dtype, narrow, monkeypatch)
     assert memory.weights == weights
     assert memory.moments == moments
     assert memory.masters == masters
-    assert memory.gradients == optimizer.gradient.nbytes - 3 * 4, "without the three loss terms"
+    gradients = optimizer.gradient.nbytes - 3 * 4  # without the three loss terms
+    if plan.accumulation == 1:
+        gradients += sum(2 * f.size for f in optimizer.flats if f.group.dtype == torch.bfloat16)
+    assert memory.gradients == gradients
     assert memory.context == 0
 
 

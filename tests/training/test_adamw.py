@@ -65,14 +65,28 @@ def test_equals_torch_adamw_in_float64(backend):
                                                   (torch.float32, BF16)])  # fmt: skip
 def test_kernel_rounds_with_the_bits_of_the_reference(weights, moments):
     ours = states(3000, weights, moments)
+    ours[3] = ours[3].bfloat16() if moments == BF16 else ours[3]
     theirs = [tensor.clone() for tensor in ours]
+    first = (1 << 32) - 1000  # places on both sides of 2^32
     copy = torch.empty(3000, dtype=BF16) if weights == torch.float32 else None
-    adamw_triton(ours[0], copy, *ours[1:], rates(3, divisor=1.5), block=256)
-    adamw_ref(theirs[0], None, *theirs[1:], rates(3, divisor=1.5))
+    adamw_triton(ours[0], copy, *ours[1:], rates(3, divisor=1.5), first, block=256)
+    adamw_ref(theirs[0], None, *theirs[1:], rates(3, divisor=1.5), first)
     for a, b in zip(ours, theirs):
         if a.dtype == BF16:  # a float32 sum that differs in its last bit may round differently
             assert (a != b).float().mean() < 1e-3
         torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
+def test_pieces_give_the_bits_of_the_whole(backend):
+    whole = states(700, BF16, BF16)
+    parts = [tensor.clone() for tensor in whole]
+    adamw(whole[0], None, *whole[1:], rates(), backend)
+    for start, end in ((0, 192), (192, 256), (256, 700)):
+        piece = [tensor[start:end] for tensor in parts]
+        adamw(piece[0], None, *piece[1:], rates(), backend, first=start)
+    for a, b in zip(whole, parts):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])

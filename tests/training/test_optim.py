@@ -16,6 +16,8 @@ from training.optim import (
     parameter_groups,
 )
 
+NARROW = States(torch.bfloat16, torch.bfloat16)
+
 
 class Block(nn.Module):
     """The kinds of parameter of a Mixture-of-Experts layer with biases and QK-norm, in small."""
@@ -273,6 +275,45 @@ def test_bfloat16_gradients_of_micro_batches_add_up_in_float32():
     assert optimizer.gradient[0] == 320
 
 
+@pytest.mark.parametrize("states", [States(), NARROW])
+def test_one_micro_batch_needs_no_buffer(states):
+    """Gradients are read where autograd left them: the same weights and moments."""
+    runs = []
+    for accumulates in (True, False):
+        torch.manual_seed(0)
+        model = Model(torch.bfloat16)
+        optimizer = build(model, states=states, accumulates=accumulates, clip_norm=0.5)
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:  # parameters without gradient
+                (model.norm.float().sum() + model.layers[0].router.sum()).backward()
+            else:
+                fill_gradients(model, seed=step)
+            gradients = optimizer.gradients()
+            outcome = optimizer.step(0.01)
+            assert all(p.grad is None for p in model.parameters() if p.dtype == torch.bfloat16)
+        runs.append((snapshot(optimizer), gradients, outcome))
+    (with_buffer, wanted, known), (without, found, seen) = runs
+    assert seen.grad_norm.item() == pytest.approx(known.grad_norm.item(), rel=1e-6)
+    for name, gradient in wanted.items():
+        assert torch.equal(found[name], gradient), name
+    for name, tensor in with_buffer.items():
+        torch.testing.assert_close(without[name].float(), tensor.float(), rtol=2e-2, atol=1e-5)
+        if tensor.dtype == torch.float32 and tensor.dim():
+            torch.testing.assert_close(without[name], tensor, rtol=1e-5, atol=1e-7)
+    routers = sum(p.numel() for name, p in model.named_parameters() if "router" in name)
+    assert optimizer.gradient.numel() < 2 * 64 * 2 + 3 + routers, "the routers' alone"
+
+
+def test_a_second_micro_batch_is_refused_where_none_was_expected():
+    model = Model(torch.bfloat16)
+    optimizer = build(model, accumulates=False)
+    optimizer.zero_grad()
+    fill_gradients(model)
+    with pytest.raises(RuntimeError, match="a second micro-batch in a step"):
+        fill_gradients(model)
+
+
 def test_a_parameter_without_gradient_keeps_none_of_the_last_step():
     """The buffer is not filled with zeros; each step's first gradient overwrites it."""
     model = Model(torch.bfloat16)
@@ -419,9 +460,6 @@ def test_stop_policy_holds_the_weights_until_the_host_looks():
 
 
 # --- checkpoints --------------------------------------------------------------------------------
-
-
-NARROW = States(torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
