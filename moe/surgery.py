@@ -167,12 +167,27 @@ def change_layer(
 
 
 def noise_for(row_X: Tensor, relative: float, name: str) -> Tensor:
-    """Normals of `relative` times the deviation of a row, drawn by name: the same on all ranks and
-    after a restart."""
+    """Nearly normal noise of `relative` times the deviation of a row [X], by name and place: the
+    same on all ranks, on every kind of device and after a restart, and drawn where the row is
+    (millions of numbers from the host's generator would take longer than a step)."""
     digest = hashlib.sha256(name.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    noise_X = torch.empty(row_X.shape, dtype=torch.float32).normal_(generator=generator)
-    return noise_X.to(row_X.device) * (relative * row_X.std())
+    seed = int.from_bytes(digest[:8], "little", signed=True)
+    word_X = _mixed(torch.arange(row_X.numel(), device=row_X.device), seed)
+    # Four uniform numbers of 16 bits: their sum has the first three moments of a normal one.
+    sum_X = sum((word_X >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
+    unit_X = (sum_X - 2 * 0xFFFF).to(torch.float32) / (65536 * 3**-0.5)
+    return unit_X * (relative * row_X.std())
+
+
+def _mixed(index_X: Tensor, seed: int) -> Tensor:
+    """SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) of seed + index; int64, whose products wrap."""
+    golden, first, second = (
+        value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    )
+    word_X = index_X * golden + seed
+    for shift, factor in ((30, first), (27, second), (31, 1)):
+        word_X = (word_X ^ (word_X >> shift & (1 << 64 - shift) - 1)) * factor
+    return word_X
 
 
 # --- what an expert is worth ----------------------------------------------------------------------

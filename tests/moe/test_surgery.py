@@ -10,7 +10,14 @@ from moe.balance import balance_loss, cv2_loss, sequence_loss, z_loss
 from moe.control import BIAS_UPDATES
 from moe.metrics import layer_metrics
 from moe.rounding import RoundingConfig
-from moe.surgery import Change, change_layer, change_state, check_change
+from moe.surgery import (
+    Change,
+    _mixed,
+    change_layer,
+    change_state,
+    check_change,
+    noise_for,
+)
 
 D, N, E, K, T = 16, 8, 8, 2, 96
 USED = [0, 2, 3, 5, 6]
@@ -198,6 +205,20 @@ def test_a_revived_expert_is_its_parent_but_for_noise():
     assert torch.equal(layer.w1[2], once)
     change_layer(layer, Change("revive", 2, parent=5), seed="b", **options)
     assert not torch.equal(layer.w1[2], once)
+
+
+def test_noise_is_nearly_normal_and_by_name():
+    row_X = torch.randn(200_000) * 3
+    noise_X = noise_for(row_X, 0.01, "a") / (0.01 * row_X.std())
+    for power, moment in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3 - 1.2 / 4)):
+        assert noise_X.double().pow(power).mean() == pytest.approx(moment, abs=0.03)
+    assert torch.corrcoef(torch.stack([noise_X[1:], noise_X[:-1]]))[0, 1].abs() < 0.01
+    assert torch.equal(noise_for(row_X, 0.01, "a"), noise_for(row_X, 0.01, "a"))
+    other_X = noise_for(row_X, 0.01, "b") / (0.01 * row_X.std())
+    assert torch.corrcoef(torch.stack([noise_X, other_X]))[0, 1].abs() < 0.01
+    # the algorithm's own first numbers from seed 0
+    words = [int(_mixed(torch.tensor([i]), 0)) % 2**64 for i in (1, 2)]
+    assert words == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
 
 
 @pytest.mark.parametrize(

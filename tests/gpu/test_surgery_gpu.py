@@ -1,0 +1,187 @@
+"""Experts that come and go on a GPU: no waiting in a step, the same bits, cheap changes, nothing
+compiled or captured anew."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+
+import pytest
+import torch
+
+import train
+from models.build import build_model, parameter_kinds
+from models.config import ModelConfig
+from moe import MoE, MoEConfig
+from moe.control import RouterControl
+from moe.surgery import Change, change_layer
+from parallel import World
+from tests.gpu.test_training import CUDA, WIDE
+from tests.training.test_loop import batch_of, router, rows
+from tests.training.test_surgery_runs import CHANGED, EVENTS, GLM, losses, of_run
+from tests.training.tiny import write_inputs
+from training import surgery
+from training.loop import agree_on_step, train_step
+from training.optim import MasterAdamW, parameter_groups
+from training.surgery import make_changes
+from training.worth import Worth, layer_names
+
+pytestmark = pytest.mark.gpu
+QUANTILE = {
+    "score": "sigmoid",
+    "selection_bias": True,
+    "control": RouterControl(bias_update="quantile"),
+}
+
+
+def build(config, dtype=torch.bfloat16, **options):
+    model = build_model(ModelConfig(**config), dtype=dtype, device=CUDA, **options)
+    groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
+    return model, MasterAdamW(groups)
+
+
+def worth_of(model, optimizer, how, slots):
+    pairs = optimizer.weights_and_gradients()
+    weights = [
+        tuple(flat.view(slots, -1) for flat in pairs[f"{prefix}w2"])
+        for prefix in layer_names(model)
+    ]
+    weights = weights if how == "taylor" else []
+    return Worth(len(model.layers), slots, how=how, decay=0.9, weights=weights, device=CUDA)
+
+
+@pytest.mark.parametrize("how", ["load", "gate_mass", "reap", "taylor"])
+def test_a_step_never_waits_for_the_device(how):
+    slots = WIDE["num_experts"]
+    model, optimizer = build(WIDE, start_experts=slots - 1, importance=how, **QUANTILE)
+    worth = worth_of(model, optimizer, how, slots)
+    tokens, labels = rows()
+
+    def step(number: int):
+        batches = [batch_of(tokens, labels).pin_memory() for _ in range(2)]
+        train_step(
+            model,
+            optimizer,
+            batches,
+            agree_on_step(World(), batches, False),
+            step=number,
+            lr=0.01,
+            router=router(0.01, 0.001),
+            world=World(),
+            device=CUDA,
+            worth=worth,
+        )
+
+    for number in (1, 2):
+        step(number)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in (3, 4):
+            step(number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (worth.importance_LE[:, : slots - 1] > 0).all()
+    assert not worth.importance_LE[:, slots - 1 :].any()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton", "reference"])
+def test_a_dormant_clone_changes_no_bit(kernels):
+    torch.manual_seed(0)
+    config = MoEConfig(512, 256, 32, 4, start_experts=24, kernels=kernels, **QUANTILE)
+    layer = MoE(config, device=CUDA, dtype=torch.bfloat16)
+    x_BTD = torch.randn(2, 2048, 512, device=CUDA, dtype=torch.bfloat16)
+    before, _ = layer(x_BTD)
+    change_layer(layer, Change("clone", 27, 3), dormant=True, noise=0.01)
+    after, stats = layer(x_BTD)
+    assert torch.equal(before, after)
+    assert stats.counts_E[24:].sum() == 0
+    change_layer(layer, Change("retire", 3))
+    _, stats = layer(x_BTD)
+    assert stats.counts_E[3] == 0
+    assert stats.counts_E.sum() == 4 * 4096
+
+
+def test_runs_compiled_and_captured_make_the_same_changes(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = write_inputs(tmp_path / "inputs")
+    wide = [
+        f"model.{key}={WIDE[key]}" for key in ("hidden_size", "moe_intermediate_size", "head_dim")
+    ]
+    words = [str(config), *GLM, *wide, EVENTS, "run.device=cuda", "train.steps=9"]
+    words += ["eval.every_steps=null", "eval.batches=16"]
+    graphs = []
+    real = surgery.make_changes
+
+    def make(*arguments, **keywords):
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(surgery, "make_changes", make)
+    names = {"plain": ["train.compile=false"], "compiled": ["train.compile=true"]}
+    names["captured"] = ["train.compile=false", "train.cuda_graph=true"]
+    for name, more in names.items():
+        torch._dynamo.reset()
+        graphs.clear()
+        assert train.main([*words, *more, f"run.name={name}"]) == 0
+        if name == "compiled":
+            assert graphs[0] > 0
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs[0]
+    plain = tmp_path / "runs" / "plain"
+    assert len(of_run(plain, *CHANGED)) == 4
+    for name in ("compiled", "captured"):
+        run = tmp_path / "runs" / name
+        assert [(e["step"], e["layer"], e["change"]) for e in of_run(run, *CHANGED)] == [
+            (e["step"], e["layer"], e["change"]) for e in of_run(plain, *CHANGED)
+        ]
+        ours, theirs = losses(run), losses(plain)
+        assert all(abs(ours[step] - theirs[step]) < 0.02 for step in theirs), json.dumps(ours)
+    captured = losses(tmp_path / "runs" / "captured")
+    assert captured == losses(plain), "a graph reads the mask where it is"
+
+
+def test_a_change_costs_less_than_half_a_step():
+    """OLMoE's experts, four layers of them: one change in each."""
+    slots, layers = 64, 4
+    config = {
+        "family": "glm4_moe", "vocab_size": 50304, "hidden_size": 2048, "num_hidden_layers": layers,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": slots,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "first_k_dense_replace": 0,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
+    model, optimizer = build(config, start_experts=slots - 1)
+    worth = worth_of(model, optimizer, "taylor", slots)
+    tokens = torch.randint(0, 50304, (2, 4096))
+    times = []
+    for number in range(1, 9):
+        batches = [batch_of(tokens, tokens.roll(-1, 1)).to(CUDA)]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        train_step(
+            model,
+            optimizer,
+            batches,
+            agree_on_step(World(), batches, False),
+            step=number,
+            lr=1e-4,
+            router=router(0.0, 0.0),
+            world=World(),
+            device=CUDA,
+            worth=worth,
+        )
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    costs = []
+    for attempt in range(4):
+        kind, parent = ("clone", 3) if attempt % 2 == 0 else ("retire", None)
+        changes = [Change(kind, slots - 1, parent, layer) for layer in range(layers)]
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        make_changes(model, optimizer, changes, dormant=False, noise=0.01, seed=0, step=attempt)
+        torch.cuda.synchronize()
+        costs.append(time.perf_counter() - start)
+    median = statistics.median(times[3:])
+    told = f"step {1e3 * median:.1f} ms, changes {[round(1e3 * cost, 1) for cost in costs]} ms"
+    print(told)
+    assert max(costs[1:]) < 0.5 * median, told
