@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -37,14 +36,20 @@ _GRAIN = 1 << 21  # bytes; buffers grow in whole grains
 class PeerMemory(Protocol):
     """Equal pieces of memory, one of each rank, that all ranks of a group can read."""
 
+    stream: torch.cuda.Stream | None
+    """On which everything below happens; None on a CPU, where it happens at once."""
+
     def reserve(self, nbytes: int) -> None:
         """Replace the pieces by larger ones; all ranks call it, with the same size."""
 
-    def piece(self, rank: int) -> Tensor:
-        """uint8 [nbytes]: the piece of a rank of the group."""
+    def write(self, rows: Tensor, at: int) -> None:
+        """Copy contiguous rows into the own piece, from byte `at` on."""
+
+    def read(self, rank: int, at: int, nbytes: int, rows: Tensor, into: int) -> None:
+        """Copy bytes of a rank's piece to byte `into` of contiguous rows."""
 
     def barrier(self) -> None:
-        """Hold back the current stream until those of all ranks have come here."""
+        """Hold back the stream until those of all ranks have come here."""
 
 
 class SymmetricMemory:
@@ -55,6 +60,7 @@ class SymmetricMemory:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         self.group = group
         self.device = device
+        self.stream = torch.cuda.Stream(device)
         self._pieces: list[Tensor] = []
         self._handles: list[Any] = []  # hold the mappings
         ranks = group.size()
@@ -85,35 +91,45 @@ class SymmetricMemory:
         self._pieces, self._handles = [], self._handles[:1]
         self._pieces = self._map(nbytes)
 
-    def piece(self, rank: int) -> Tensor:
-        return self._pieces[rank]
+    def write(self, rows: Tensor, at: int) -> None:
+        # By the driver: what torch puts around a copy takes a slow host longer than all the rest.
+        to, nbytes = self._pieces[self._own].data_ptr() + at, rows.numel() * rows.element_size()
+        if nbytes:
+            _driver("cuMemcpyAsync", to, rows.data_ptr(), nbytes, self.stream.cuda_stream)
+
+    def read(self, rank: int, at: int, nbytes: int, rows: Tensor, into: int) -> None:
+        to, of = rows.data_ptr() + into, self._pieces[rank].data_ptr() + at
+        _driver("cuMemcpyAsync", to, of, nbytes, self.stream.cuda_stream)
 
     def barrier(self) -> None:
         self._raised += 1
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = self.stream.cuda_stream
         others = [rank for rank in range(len(self._flags)) if rank != self._own]
         for rank in others:  # what this stream has written so far is visible before its flag
             flag = self._flags[rank].data_ptr() + 4 * self._own
-            _driver("cuStreamWriteValue32_v2", stream, flag, self._raised)
+            _driver("cuStreamWriteValue32_v2", stream, flag, self._raised, 0)
         for rank in others:
             flag = self._flags[self._own].data_ptr() + 4 * rank
-            _driver("cuStreamWaitValue32_v2", stream, flag, self._raised)  # at least that
+            _driver("cuStreamWaitValue32_v2", stream, flag, self._raised, 0)  # at least that
+
+
+_VALUE = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+_ARGUMENTS = {
+    "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
+    "cuStreamWriteValue32_v2": _VALUE,
+    "cuStreamWaitValue32_v2": _VALUE,
+}
 
 
 @cache
 def _function(name: str) -> Any:
-    return getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    function.argtypes = _ARGUMENTS[name]
+    return function
 
 
-def _driver(name: str, stream: int, address: int, value: int) -> None:
-    function = _function(name)
-    arguments = (
-        ctypes.c_void_p(stream),
-        ctypes.c_uint64(address),
-        ctypes.c_uint32(value),
-        ctypes.c_uint(0),
-    )
-    error = function(*arguments)
+def _driver(name: str, *arguments: int) -> None:
+    error = _function(name)(*arguments)
     if error:
         raise RuntimeError(f"{name} failed with CUDA error {error}")
 
@@ -121,41 +137,27 @@ def _driver(name: str, stream: int, address: int, value: int) -> None:
 class Pull:
     """Transport over `PeerMemory`."""
 
-    def __init__(self, memory: PeerMemory, device: torch.device) -> None:
+    def __init__(self, memory: PeerMemory) -> None:
         self.memory = memory
         self.capacity = 0  # bytes of one slot
         self.count = 0
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, rows: Tensor, split: Split) -> Pending:
-        received = rows.new_empty(sum(split.receive), *rows.shape[1:])
-        width = rows.element_size() * (rows.shape[1:].numel())
+        memory = self.memory
+        received = rows.new_empty(split.received, *rows.shape[1:])
+        width = rows.element_size() * rows.shape[1:].numel()
         if split.most * width > self.capacity or not self.capacity:  # the same on all ranks
             self.capacity = max(1, -(-split.most * width * 5 // 4 // _GRAIN)) * _GRAIN
-            self.memory.reserve(SLOTS * self.capacity)
+            memory.reserve(SLOTS * self.capacity)
         base = self.count % SLOTS * self.capacity
         self.count += 1
-        sent_bytes, received_bytes = _bytes(rows), _bytes(received)
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            own = self.memory.piece(split.rank)
-            own[base : base + sent_bytes.numel()].copy_(sent_bytes, non_blocking=True)
-            self.memory.barrier()
-            for distance in range(len(split.receive)):  # not all from the same peer at once
-                source = (split.rank + distance) % len(split.receive)
-                count = split.receive[source] * width
-                if count == 0:
-                    continue
-                into = sum(split.receive[:source]) * width
-                start = base + split.starts[source] * width
-                received_bytes[into : into + count].copy_(
-                    self.memory.piece(source)[start : start + count], non_blocking=True
-                )
-            event = None
-            if self.stream is not None:
-                event = torch.cuda.Event()
-                event.record(self.stream)
+        if memory.stream is not None:
+            memory.stream.wait_event(torch.cuda.current_stream(rows.device).record_event())
+        memory.write(rows, base)
+        memory.barrier()
+        for source, at, count, into in split.reads:
+            memory.read(source, base + at * width, count * width, received, into * width)
+        event = None if memory.stream is None else memory.stream.record_event()
         return _Pulling(received, rows, event)
 
 
@@ -169,7 +171,3 @@ class _Pulling:
         # Only now may the allocator give these to work of the current stream.
         self.sent = None
         return self.received
-
-
-def _bytes(rows: Tensor) -> Tensor:
-    return rows.reshape(-1).view(torch.uint8)

@@ -46,13 +46,34 @@ class Split:
         """First row for this rank in the send buffer of each source."""
         return self.rows_NN[:, : self.rank].sum(axis=1).tolist()
 
-    @property
+    @cached_property
+    def received(self) -> int:
+        """Rows received."""
+        return sum(self.receive)
+
+    @cached_property
+    def reads(self) -> list[tuple[int, int, int, int]]:
+        """(source, first row in its send buffer, rows, first row in the received buffer); from the
+        own rank on round the ring, so that not all read from the same one at once."""
+        found = []
+        for distance in range(len(self.receive)):
+            source = (self.rank + distance) % len(self.receive)
+            if self.receive[source]:
+                into = sum(self.receive[:source])
+                found.append((source, self.starts[source], self.receive[source], into))
+        return found
+
+    @cached_property
     def most(self) -> int:
         """Rows in the largest send buffer of the group."""
         return int(self.rows_NN.sum(axis=1).max())
 
     def reversed(self) -> Split:
         """The way back: what was received is sent."""
+        return self._reversed
+
+    @cached_property
+    def _reversed(self) -> Split:
         return Split(self.rows_NN.T, self.rank)
 
 

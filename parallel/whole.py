@@ -116,9 +116,8 @@ class Whole:
         for c, (part, gates, ids) in enumerate(
             zip(parts, gate_TK.split(sizes), expert_TK.split(sizes))
         ):
-            split = self._split(tokens_N, c)
+            split, pairs = _splits(tuple(tokens_N.tolist()), c, self.chunks, K, self.rank)
             id_P = WithIds(ids.repeat(others, 1).view(-1))
-            pairs = Split(split.rows_NN * K, self.rank)
             flights.append(
                 (
                     split,
@@ -148,11 +147,16 @@ class Whole:
         back_RD = torch.cat([wait(*flight) for flight in returning])
         return collect(back_RD, copies) + y_TD, tokens_N
 
-    def _split(self, tokens_N: np.ndarray, chunk: int) -> Split:
-        sizes_N = tokens_N * (chunk + 1) // self.chunks - tokens_N * chunk // self.chunks
-        rows_NN = np.repeat(sizes_N[:, None], self.ranks, axis=1)
-        np.fill_diagonal(rows_NN, 0)
-        return Split(rows_NN, self.rank)
+
+@lru_cache(maxsize=64)
+def _splits(
+    tokens: tuple[int, ...], chunk: int, chunks: int, per_token: int, rank: int
+) -> tuple[Split, Split]:
+    """Of the rows of a chunk, and of their pairs; kept, as each layer and step has the same."""
+    sizes_N = np.array([n * (chunk + 1) // chunks - n * chunk // chunks for n in tokens])
+    rows_NN = np.repeat(sizes_N[:, None], len(tokens), axis=1)
+    np.fill_diagonal(rows_NN, 0)
+    return Split(rows_NN, rank), Split(rows_NN * per_token, rank)
 
 
 def _bounds(tokens: int, chunks: int) -> list[int]:

@@ -19,8 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from models.build import build_model, draw, reset_buffers
 from models.execution import apply_checkpointing, compile_blocks
+from moe.control import routers_of
 from parallel.engine import check_replicas, make_engine
 from parallel.expert_parallel import ExpertParallelOptions
+from parallel.flat_shard import FlatShard
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.offload import Offload
 from tests.distributed import tiny
@@ -269,6 +271,33 @@ def _evaluated_then_loaded() -> list[float]:
     return losses
 
 
+def _nothing_then_everything() -> dict[str, Any]:
+    """Two steps: all tokens to the first node's experts, then all to the second's."""
+    config = tiny.config(n_group=1, topk_group=1)
+    engine, model = _engine(Case(), config), tiny.build(config)
+    optimizer = MasterAdamW(tiny.groups_of(model), clip_norm=tiny.CLIP, spike_factor=100.0)
+    largest = []
+    for step, favoured in enumerate((slice(0, 4), slice(4, 8))):
+        for whole in (engine.model, model):
+            for router in routers_of(whole):
+                router.selection_bias.zero_()[favoured] = 1e4
+        seen: dict[str, FlatShard] = {}
+        tiny.train_engine(
+            engine, config, dist.get_rank(), WORLD, steps=1, first=step,
+            watch=lambda engine, seen=seen: seen.update(engine.gradients()),
+        )  # fmt: skip
+        experts = [g.local for name, g in seen.items() if name.endswith((".w1", ".w2"))]
+        largest.append(max(part.abs().max().item() for part in experts))
+        optimizer.zero_grad()
+        for batch in tiny.micro_batches(config, step, range(tiny.ROWS)):
+            tiny.loss_of(model, batch).backward()
+        optimizer.step(1e-2)
+    return {
+        "largest": largest,
+        "differs": tiny.difference(engine.tensors(), optimizer.tensors(), TOLERANCE),
+    }
+
+
 def _refusals() -> list[str]:
     config = tiny.config()
     model = tiny.build(config)
@@ -310,6 +339,7 @@ def _everything() -> dict:
         "finite": _not_finite(),
         "bf16": _bfloat16(),
         "refusals": _refusals(),
+        "turns": _nothing_then_everything(),
         "replicas": _replicas(),
         "loaded": _evaluated_then_loaded(),
     }
@@ -404,3 +434,12 @@ def test_refusals(results):
         assert "parallel.offload=cpu alone needs parallel.engine=deepspeed" in offload
         assert "is in no optimizer group" in group
         assert "torch.bfloat16" in half and "float32" in half
+
+
+def test_a_rank_that_gets_no_token_and_then_all_of_them(results):
+    """NVIDIA/Megatron-LM#3626, #4851: zeros, not none, and nobody waits for it in backward."""
+    for rank, result in enumerate(results):
+        first, second = result["turns"]["largest"]
+        node = rank // 2
+        assert (first == 0.0, second == 0.0) == (node == 1, node == 0)
+        assert result["turns"]["differs"] == ""

@@ -89,10 +89,17 @@ class FileMemory:
             torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8) for name in names
         ]
 
-    def piece(self, rank: int) -> torch.Tensor:
+    stream = None
+
+    def write(self, rows: torch.Tensor, at: int) -> None:
+        data = rows.reshape(-1).view(torch.uint8)
+        self.pieces[self.rank][at : at + data.numel()] = data
+
+    def read(self, rank: int, at: int, nbytes: int, rows: torch.Tensor, into: int) -> None:
         if rank != self.rank and self.lag:
             time.sleep(self.lag)
-        return self.pieces[rank]
+        data = rows.view(-1).view(torch.uint8)
+        data[into : into + nbytes] = self.pieces[rank][at : at + nbytes]
 
     def barrier(self) -> None:
         dist.barrier()
@@ -101,7 +108,7 @@ class FileMemory:
 def _pull_delivers(folder: str, slots: int, grain: int):
     pull.SLOTS, pull._GRAIN = slots, grain
     # Ranks read at different speeds, so that a buffer overwritten too early is seen.
-    transport = Pull(FileMemory(folder, lag=0.004 * dist.get_rank()), torch.device("cpu"))
+    transport = Pull(FileMemory(folder, lag=0.004 * dist.get_rank()))
     _check(transport, np.zeros((N, N), dtype=np.int64), torch.float32, 0)  # before any buffer
     for salt in range(3):
         for table in TRAFFIC.values():

@@ -212,7 +212,7 @@ class Killed(BaseException):
 
 
 def test_a_writer_killed_after_any_file_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    """Each call that touches the disk is the last one once; one whole checkpoint is left."""
+    """RLinf/RLinf#1469: each call that touches the disk is the last once; a whole one is left."""
     names = ("_write", "_sync_file", "_sync_folder", "_sha256", "point_latest")
     originals = {name: getattr(checkpoint, name) for name in names}
     originals["rename"], write_tensors = Path.rename, checkpoint.dcp.save

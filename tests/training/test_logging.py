@@ -61,7 +61,7 @@ def test_a_file_that_is_one_torn_line(tmp_path):
 
 
 def test_of_two_attempts_the_later_one_counts_from_its_first_step_on(tmp_path):
-    """Steps 0 to 12, a crash, on from 10 with other values: both are kept, one is the curve."""
+    """wandb/wandb#2234: steps 0 to 12, a crash, on from 10 with other values: both are kept."""
     lines = [(0, step, 1.0) for step in range(13)] + [(1, step, 2.0) for step in range(10, 13)]
     lines += [(2, 11, 3.0)]
     text = "".join(json.dumps({"attempt": a, "step": s, "loss": v}) + "\n" for a, s, v in lines)

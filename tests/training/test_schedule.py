@@ -51,7 +51,7 @@ def test_a_run_cut_short_stays_at_the_end_of_its_decay():
 @pytest.mark.parametrize("stop_after", range(20))
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_rates_after_an_interruption_are_those_of_an_uninterrupted_run(kind, stop_after):
-    """A run stopped after any of 20 steps uses exactly the same rates when it goes on."""
+    """THUDM/slime#1547: stopped after any of 20 steps, a run goes on with the same rates."""
     settings = {"steps": 40, "kind": kind, "warmup_steps": 20}
     whole = [lr_factor(step, **settings) for step in range(40)]
     first = [lr_factor(step, **settings) for step in range(stop_after + 1)]
