@@ -35,6 +35,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moe import Router
 from parallel.deepspeed_adam import make_adam
@@ -209,6 +210,10 @@ class DeepSpeedEngine:
         for name, master in masters.items():
             self._piece(name, "weights").copy_(master)
         self._refresh()
+        hooks = zero.parameter_offload
+        for when in ("pre", "post"):
+            name = f"{when}_sub_module_forward_function"
+            setattr(hooks, name, _unseen(getattr(hooks, name)))
         self._partition_grads = zero.partition_grads
         zero.partition_grads = self._sum_partitions
         zero._get_norm_groups = self._judge
@@ -451,6 +456,22 @@ def _detach_routers(model: nn.Module, device: torch.device) -> dict[str, nn.Para
             module.__dict__[name] = parameter
             found[f"{path}.{name}" if path else name] = parameter
     return found
+
+
+def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A gathering or releasing hook whose operations recomputation does not see.
+
+    What is gathered where is another thing in forward than when a block is computed again, and
+    torch 2.13's selective checkpointing refuses operations that forward has not had.
+    """
+
+    def run(*arguments: Any) -> Any:
+        if not torch._C._len_torch_dispatch_stack():
+            return hook(*arguments)
+        with _disable_current_modes():
+            return hook(*arguments)
+
+    return run
 
 
 def _all_reduce_together(parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:

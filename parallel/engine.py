@@ -217,7 +217,10 @@ class GlobalSums:
                 parts.setdefault((place.kind, place.group.name), []).append(part)
         squares: list[list[Tensor]] = [[] for _ in self._number]
         for (kind, group), these in parts.items():
-            norms = torch.stack(torch._foreach_norm(these)).double()
+            # On a CPU float32 squares are added up one after the other: an error of 1e-4 over
+            # millions of elements.
+            wide = torch.float64 if these[0].device.type == "cpu" else None
+            norms = torch.stack(torch._foreach_norm(these, 2, dtype=wide)).double()
             square = norms.square().sum().to(self.terms.device) / self.copies[kind]
             squares[self._number[group]].append(square)
         none = torch.zeros((), dtype=torch.float64, device=self.terms.device)

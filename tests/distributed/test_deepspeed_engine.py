@@ -61,6 +61,7 @@ CASES = {
         nodes=1, expert=4, placement="within_node", meta=True
     ),
     "fewer experts than ranks": Case(nodes=1, expert=1, family="mixtral", changes=FEW),
+    "recomputed attention": Case(family="olmoe", checkpointing="selective"),
     "tied weights": Case(family="qwen3_moe_sparse_step"),
     "offload to host memory": Case(offload=Offload("cpu"), nodes=4),
     "weights too": Case(offload=Offload("cpu", "cpu")),
