@@ -149,7 +149,8 @@ class Parts:
     def kill(self) -> list[str]:
         fixed = [
             "train.py", "configs/quickstart.yaml", f"train.steps={STEPS}", "optim.warmup_steps=2",
-            f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=null", "eval.every_steps=null", "eval.sample_prompt=null",
+            f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=null", "eval.every_steps=null",
+            "eval.sample_prompt=null",
             f"run.dir={self.folder / 'runs'}", "log.every_steps=1", "train.global_batch_size=8",
             "train.micro_batch_size=1", "train.dtype=float32", "train.compile=false",
         ]  # fmt: skip
