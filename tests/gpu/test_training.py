@@ -20,7 +20,9 @@ from parallel import World
 from tests.training.test_loop import batch_of, router, rows
 from tests.training.test_train import before_step, by_step, events
 from tests.training.tiny import MODEL, write_inputs
+from training.adamw import Rates, adamw, rates_numbers
 from training.checkpoint import Saver, Snapshot, load_tensors
+from training.gradients import collect, norm
 from training.graph import StepGraph, own_stream
 from training.logging import read_metrics
 from training.loop import agree_on_step, train_step
@@ -196,3 +198,39 @@ def test_a_run_stops_and_goes_on_exactly(tmp_path, monkeypatch, settings):
     assert 0 < lines[-1]["max_memory_gib"] < 2
     if "H200" in torch.cuda.get_device_name():
         assert 0 < lines[-1]["mfu"] < 1
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_updates_round_with_the_bits_of_the_reference(weights, moments):
+    """On a buffer whose places cross 2^32; sums of gradients and their norm beside it."""
+    size, first = 1_000_003, (1 << 32) - 500_000
+    gradient = torch.randn(size, device=CUDA).bfloat16()
+    total = torch.randn(size, device=CUDA)
+    expected = total + gradient.float()
+    collect(total, gradient, add=True)
+    assert torch.equal(total, expected)
+    want = torch.linalg.vector_norm(torch.cat([total, gradient.float()]).double()).item()
+    assert norm([total, gradient]).item() == pytest.approx(want, rel=3e-7)
+
+    scalars = [torch.tensor(value, device=CUDA) for value in (0.01, 3.0, 1.5, 1.0)]
+    lr, count, divisor, keep = scalars
+    numbers = rates_numbers(lr, 0.1, (0.9, 0.95), count, divisor, keep)
+    states = [
+        torch.randn(size, device=CUDA).to(weights),
+        (torch.randn(size, device=CUDA) * 0.1).to(moments),
+        (torch.rand(size, device=CUDA) * 0.01).to(moments),
+        gradient,
+    ]
+    reference = [tensor.cpu() for tensor in states]
+    copy = torch.empty(size, device=CUDA, dtype=torch.bfloat16)
+    copy = copy if weights == torch.float32 else None
+    rates = Rates(numbers, (0.9, 0.95), 1e-8, 0xDEADBEEF)
+    adamw(states[0], copy, *states[1:], rates, first=first)
+    adamw(reference[0], None, *reference[1:], rates._replace(numbers=numbers.cpu()), first=first)
+    for mine, theirs in zip(states, reference):
+        if mine.dtype == torch.bfloat16:  # float32 that differs in its last bit may round otherwise
+            assert (mine.cpu() != theirs).float().mean() < 2e-3
+        torch.testing.assert_close(mine.cpu().float(), theirs.float(), rtol=1e-2, atol=1e-6)
+    if copy is not None:
+        assert torch.equal(copy, states[0].bfloat16())
