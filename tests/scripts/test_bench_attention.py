@@ -28,7 +28,7 @@ def test_an_attention_across_borders_shows(bench, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(
         bench, "packed_attention", lambda q, k, v, *_: bench.causal_attention(q, k, v)
     )
-    long = ["data.seq_len=2048", "model.max_position_embeddings=2048", "--rows", "1"]
+    long = ["data.seq_len=1024", "model.max_position_embeddings=1024", "--rows", "6"]
     arguments = ["configs/quickstart.yaml", *SMALL, *long]
     assert bench.main([*arguments, "--repeats", "1", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
