@@ -76,6 +76,8 @@ class RouterControl:
     gives the gates."""
     ema_until: int | None = None
     """Last step in which the average selects; None: always, in evaluation too."""
+    families_until: int | None = None
+    """Last step in which a token chooses one of a family of copies at most; None: always."""
     top_k: TopKSchedule | None = None
     """Experts per token while training goes on; None: always `num_experts_per_tok`."""
     freeze_at: int | None = None
@@ -163,6 +165,7 @@ class RouterControl:
             self.capacity_until,
             self.fill_until,
             self.sample_until,
+            self.families_until,
         )
         by_k = 0 if self.top_k is None else len(self.top_k.changes()) + self.top_k.soft
         return by_k + sum(step is not None for step in steps)
@@ -198,6 +201,11 @@ def begin_step(model: nn.Module, step: int) -> list[str]:
         router.select_by_ema = by_ema
         if control.top_k is not None and (change := _set_top_k(router, control.top_k, step)):
             said[change] = None
+        until = control.families_until
+        exclusive = router.family_E is not None and (until is None or step <= until)
+        if router.exclusive and not exclusive:
+            said["copies of one expert may be chosen together from now on"] = None
+        router.exclusive = exclusive
         until = control.capacity_until
         capacity = control.capacity if until is None or step <= until else None
         if router.capacity is not None and capacity is None:
@@ -226,21 +234,21 @@ def exported(model: nn.Module, selection_bias: bool) -> Iterator[None]:
     """
     routers = routers_of(model)
     before = [
-        (router.select_by_ema, router.k, router.selection_bias, router.filling)
+        (router.select_by_ema, router.k, router.selection_bias, router.filling, router.exclusive)
         for router in routers
     ]
     try:
         for router in routers:
             router.select_by_ema = False
             router.k = router.config.num_experts_per_tok
-            router.filling = False
+            router.filling = router.exclusive = False
             if not selection_bias:
                 router.selection_bias = None
         yield
     finally:
-        for router, (by_ema, k, bias, filling) in zip(routers, before):
+        for router, (by_ema, k, bias, filling, exclusive) in zip(routers, before):
             router.select_by_ema, router.k, router.selection_bias = by_ema, k, bias
-            router.filling = filling
+            router.filling, router.exclusive = filling, exclusive
 
 
 def _set_temperature(router: Router, step: int) -> str | None:

@@ -106,6 +106,8 @@ class MoEConfig:
     start_experts: int | None = None
     """Slots that hold an expert at first; the others are free: no token goes there until
     `moe.surgery` puts an expert in. None: all hold one for ever, and there is no mask."""
+    families: bool = False
+    """A token chooses one of each family of copies (`moe.surgery`) at most, its best one."""
     importance: str = "load"
     """What is measured of each expert beyond its load, see `moe.surgery.importance_sums`."""
     control: RouterControl = field(default_factory=RouterControl)

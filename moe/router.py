@@ -113,6 +113,19 @@ def selection_keys(
         return score_TE, key_TE
 
 
+def best_of_each(logits_TE: Tensor, family_E: Tensor) -> Tensor:
+    """bool [T, E]: the expert of largest logit in each family, the first one where several are."""
+    with torch.no_grad():
+        family_TE = family_E.long().expand(logits_TE.shape)
+        place_TE = torch.arange(family_E.numel(), device=logits_TE.device).expand(logits_TE.shape)
+        largest_TE = torch.full_like(logits_TE, -math.inf)
+        largest_TE = largest_TE.scatter_reduce(1, family_TE, logits_TE, "amax").gather(1, family_TE)
+        place_TE = torch.where(logits_TE == largest_TE, place_TE, family_E.numel())
+        first_TE = torch.full_like(place_TE, family_E.numel())
+        first_TE = first_TE.scatter_reduce(1, family_TE, place_TE, "amin").gather(1, family_TE)
+        return place_TE == first_TE
+
+
 # Added to |a|²: an amplitude of 0 has a finite logarithm.
 AMPLITUDE_EPS = 1e-20
 
@@ -153,6 +166,7 @@ class Router(nn.Module):
         temperature: buffer [] or None; that of the draws, where it falls (`control.sample_until`).
         active_E: buffer [E] or None; 1 for the slots that hold an expert, 0 for the free ones,
             whose logits are -inf (`start_experts`).
+        family_E: buffer [E] or None; number of the family of copies that an expert is of.
         kappa: buffer [] or None; the real number of experts per token (`control.top_k.soft`).
         l1_coef: buffer [] or None; weight of the penalty of `score="relu"`.
         default_ED: buffer [E, D] or None; running mean of each expert's output, not yet corrected
@@ -161,6 +175,7 @@ class Router(nn.Module):
         k: experts per token now, while training.
         fading: whether the last of them fades out now, by `kappa`.
         scheduled_evaluation: whether evaluation too takes `k` experts, and not those of the end.
+        exclusive: whether a token chooses one of each family at most now.
         select_by_ema: whether `weight_ema` selects the experts now.
         capacity: the limit of `control.capacity` now, or None.
         frozen: whether the weight stays as it is now.
@@ -182,6 +197,7 @@ class Router(nn.Module):
         self.add_state("weight_ema", None if control.ema is None else weight_ED.shape, device)
         masked = config.start_experts is not None
         self.add_state("active_E", (experts,) if masked else None, device, start=1.0)
+        self.add_state("family_E", (experts,) if config.families else None, device)
         soft = control.top_k is not None and control.top_k.soft
         self.add_state("kappa", () if soft else None, device, config.num_experts_per_tok)
         falls = config.sample_temperature > 0 and control.sample_until is not None
@@ -197,6 +213,7 @@ class Router(nn.Module):
         self.k = config.num_experts_per_tok
         self.fading = False
         self.scheduled_evaluation = False
+        self.exclusive = config.families
         self.select_by_ema = control.ema is not None
         self.capacity = control.capacity
         self.frozen = False
@@ -231,6 +248,8 @@ class Router(nn.Module):
             getattr(self, name).fill_(start)
         if self.active_E is not None:
             self.active_E[self.config.start_experts :] = 0.0
+        if self.family_E is not None:
+            self.family_E.copy_(torch.arange(self.config.num_experts))
 
     @torch.no_grad()
     def start_state(self) -> None:
@@ -284,6 +303,8 @@ class Router(nn.Module):
             logits_TE = logits_TE.unflatten(1, (-1, 2)).square().sum(2).add(AMPLITUDE_EPS).log()
         if self.active_E is not None:
             logits_TE = logits_TE.masked_fill(self.active_E == 0, -math.inf)
+        if self.exclusive:
+            logits_TE = logits_TE.masked_fill(~best_of_each(logits_TE, self.family_E), -math.inf)
         return logits_TE
 
     def jittered(self, x_TD: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ def check_router(config: MoEConfig) -> None:
     _check_noise(config)
     if config.start_experts is not None:
         _check_slots(config)
+    elif config.families:
+        raise ValueError("families=True has no effect without start_experts; allowed: False")
     _check_sampling(config)
     _check_capacity(config)
     if config.score == "relu":
@@ -123,6 +125,11 @@ def _check_slots(config: MoEConfig) -> None:
                 f"{name}={value!r} does not go with start_experts={start}, which lets experts come "
                 f"and go; allowed: {', '.join(map(str, allowed))}"
             )
+    if config.families and config.control.ema is not None:
+        raise ValueError(
+            f"control.ema={config.control.ema:g} does not go with families=True: the average and "
+            "the weight could each prefer another member of a family; allowed: None"
+        )
     if config.importance not in IMPORTANCES:
         raise ValueError(
             f"importance={config.importance!r} is unknown; allowed: {', '.join(IMPORTANCES)}"

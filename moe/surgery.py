@@ -13,7 +13,9 @@ between an optimizer step and the next forward, the same on all ranks.
              `dormant` its selection bias is below every key that another expert can have: the layer
              computes the same bits as before, until the rule that moves the bias lets tokens in.
              Without, parent and copy answer the same tokens at once, and each of these spends two
-             of its K choices on them: the output changes, and heals in some steps.
+             of its K choices on them: the output changes, and heals in some steps. With
+             `MoEConfig.families` they form a family, of which a token chooses the best member
+             alone: its output stays the same but for the noise that lets them part.
     retire   the slot is free: its tokens take the next best expert from then on.
     revive   an expert that got no tokens becomes a copy of another one: retire and clone at once.
 
@@ -64,12 +66,18 @@ class Change:
     reason: str = ""
 
 
-def check_change(change: Change, active_E: Sequence[bool], k: int) -> None:
+def check_change(
+    change: Change,
+    active_E: Sequence[bool],
+    k: int,
+    family_E: Sequence[float] | None = None,
+) -> None:
     """Refuse what cannot happen to a layer with these experts.
 
     Args:
         active_E: which slots hold one.
         k: experts that every token needs to choose from.
+        family_E: their families, of which a token needs as many.
 
     Raises:
         ValueError: naming layer, slot and what is allowed.
@@ -91,6 +99,12 @@ def check_change(change: Change, active_E: Sequence[bool], k: int) -> None:
         raise ValueError(f"{where}: it cannot be its own parent")
     if change.kind == "retire" and sum(active_E) <= k:
         raise ValueError(f"{where}: {sum(active_E)} experts are left, and a token needs {k}")
+    if change.kind != "clone" and family_E is not None:
+        stay = {f for e, (f, on) in enumerate(zip(family_E, active_E)) if on and e != change.expert}
+        if len(stay) < k:
+            raise ValueError(
+                f"{where}: experts of {len(stay)} families would be left, and a token needs {k}"
+            )
 
 
 @torch.no_grad()
@@ -152,7 +166,8 @@ def change_layer(
     """
     slots, router = layer.config.num_experts, layer.router
     active_E = [True] * slots if router.active_E is None else router.active_E.bool().tolist()
-    check_change(change, active_E, router.k)
+    family_E = None if router.family_E is None else router.family_E.tolist()
+    check_change(change, active_E, router.k, family_E)
     change_state(router, change, dormant)
     for rows_EX in moments:
         move_rows(rows_EX, change)

@@ -27,7 +27,7 @@ from parallel.engine import AdamSettings, check_replicas, make_engine
 from parallel.mesh import build_mesh
 from training.checkpoint import Snapshot, load_tensors, read_rng, read_state, stored_tensors
 from training.config_load import ConfigError
-from training.config_surgery import importance, start_experts
+from training.config_surgery import importance, start_experts, uses_families
 from training.device import restore_rng, rng_bytes, seed_all
 from training.exactness import last_acting_step
 from training.graph import StepGraph, own_stream
@@ -107,6 +107,7 @@ def router_options(config: Config, architecture: ModelConfig, steps: int) -> dic
         "amplitude": router.amplitude,
         "start_experts": start_experts(config),
         "importance": importance(config),
+        "families": uses_families(config),
         "control": router_control(config, steps),
     }
     return options | ({"norm": "none"} if router.score == "relu" else {})
@@ -131,6 +132,7 @@ def router_control(config: Config, steps: int) -> RouterControl:
         keep_load=router.balance_scope == "lagged"
         and (router.balance_coef > 0 or router.score == "relu"),
         ema=router.ema,
+        families_until=last_acting_step(config, "surgery.clone", steps),
         ema_until=last_acting_step(config, "router.ema", steps),
         freeze_at=router.freeze_at,
         capacity=router.capacity_factor,

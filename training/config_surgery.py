@@ -69,10 +69,12 @@ class SurgeryConfig(Section):
     """resize: fewest experts of a layer; empty: as many as a token needs."""
     max_experts: Positive | None = None
     """resize: most experts of a layer; empty: all slots."""
-    clone: Literal["dormant", "copy"] | None = None
+    clone: Literal["dormant", "family", "copy"] | None = None
     """How copies begin. dormant: no token chooses it until `router.bias_update=quantile` has raised
     its bias, so the step after the change computes the same bits; needs the score sigmoid. copy: at
-    work at once. Empty: dormant where it is possible, else copy."""
+    work at once. family: likewise, but a token chooses one of a family of copies at most, its best
+    one, so the output stays but for `noise`; no transformers family has that (`router.end_steps`).
+    Empty: dormant where it is possible, else copy."""
     noise: Annotated[float, Field(ge=0)] = 0.01
     """Noise on a copy's weights, relative to their deviation."""
 
@@ -91,6 +93,11 @@ def start_experts(config: Config) -> int | None:
     if not uses_slots(config):
         return None
     return config.surgery.start_experts or config.model.config.num_experts
+
+
+def uses_families(config: Config) -> bool:
+    """Whether a token chooses one of each family of copies at most."""
+    return uses_slots(config) and config.surgery.clone == "family"
 
 
 def least_experts(config: Config) -> int:
@@ -155,6 +162,12 @@ def check_surgery(config: Config) -> None:
             f"surgery.clone='dormant' needs router.bias_update=quantile, which lets tokens in "
             f"again, and the score sigmoid, which is each expert's own; allowed with {rule!r} and "
             f"{score!r}: copy"
+        )
+    if surgery.clone == "family" and (config.router.ema is not None or not surgery.noise):
+        key, value = ("router.ema", config.router.ema) if surgery.noise else ("surgery.noise", 0)
+        raise ConfigError(
+            f"{key}={value:g} does not go with surgery.clone='family', whose members a token tells "
+            f"apart by their own rows alone; allowed: {'empty' if surgery.noise else 'above 0'}"
         )
     for key, value, allowed in (
         ("model.moe_expert_widths", model.moe_expert_widths, None),

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from training.config_surgery import events_uneven
+from training.config_surgery import events_uneven, uses_families
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -95,6 +95,7 @@ KNOBS = (
             ),
         )
     ),
+    Knob("surgery.clone", "choice within families", uses_families, _never, "switched off"),
     Knob(
         "router.default_fill",
         "filled-in outputs of experts that were not chosen",

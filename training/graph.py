@@ -38,6 +38,7 @@ def computation(model: nn.Module) -> Hashable:
     """What fixes the computation of a step besides shapes: the state of the routers that
     `moe.control.begin_step` sets."""
     fields = ("k", "fading", "select_by_ema", "capacity", "filling", "frozen", "sampling")
+    fields += ("exclusive",)
     return tuple(tuple(getattr(router, f) for f in fields) for router in routers_of(model))
 
 

@@ -63,7 +63,8 @@ def make_changes(
         router = routers[change.layer]
         slots = router.config.num_experts
         mask_E = torch.ones(slots) if router.active_E is None else router.active_E
-        check_change(change, mask_E.bool().tolist(), router.k)
+        family_E = None if router.family_E is None else router.family_E.tolist()
+        check_change(change, mask_E.bool().tolist(), router.k, family_E)
         change_state(router, change, dormant and change.kind != "retire")
         for parameter in WEIGHTS:
             name = names[change.layer] + parameter

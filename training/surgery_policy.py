@@ -193,6 +193,8 @@ def calendar(config: Config, steps: int) -> Calendar:
 
 def last_release(config: Config, steps: int) -> int:
     """Last step after which tokens may find a dormant copy."""
+    if config.surgery.clone == "family":
+        return last_acting_step(config, "surgery.clone", steps) or steps
     if config.surgery.clone != "dormant":
         return steps
     last_bias = last_acting_step(config, "router.bias_update", steps)

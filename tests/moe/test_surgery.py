@@ -38,7 +38,7 @@ def with_free_slots(used=USED, **fields):
         for parameter in (layer.w1, layer.w2):
             for slot in set(range(E)) - set(used):
                 parameter[slot] = 1e4
-    small = make(**fields | {"num_experts": len(used)})
+    small = make(**fields | {"num_experts": len(used), "families": False})
     with torch.no_grad():
         for name in ("w1", "w2", "router.weight"):
             small.get_parameter(name).copy_(layer.get_parameter(name)[used])
@@ -171,6 +171,49 @@ def test_a_dormant_clone_changes_no_bit_and_is_let_in():
         assert (naive - before).norm() > 0.05 * before.norm(), "a copy at work is felt"
 
 
+@pytest.mark.parametrize("form", ["plain", "raw", "bias", "sigmoid", "quantile"])
+def test_a_family_is_chosen_once_and_changes_nothing_but_noise(form):
+    used = [0, 1, 2, 3, 4]
+    layer, _ = with_free_slots(used, families=True, **FORMS[form])
+    if layer.router.selection_bias is not None:
+        layer.router.selection_bias.zero_()
+    before, stats_before = layer(*tokens())
+    counts = stats_before.counts_E.tolist()
+    change_layer(layer, Change("clone", 6, parent=3))
+    layer.router.selection_bias is None or layer.router.selection_bias.zero_()
+    after, stats = layer(*tokens())
+    # equal rows: the first slot takes all, to the bit
+    assert torch.equal(before, after)
+    assert stats.counts_E.tolist() == counts
+    with torch.no_grad():
+        row_D = layer.router.weight[6]
+        row_D += noise_for(row_D, 0.01, "row")
+    after, stats = layer(*tokens())
+    assert stats.counts_E[3] + stats.counts_E[6] == counts[3]
+    assert 0.2 < stats.counts_E[6] / counts[3] < 0.8
+    assert (after - before).norm() < 0.01 * before.norm()
+    # no token has both
+    expert_TK = layer.router(tokens()[0].reshape(-1, D)).expert_TK
+    assert not ((expert_TK == 3).any(1) & (expert_TK == 6).any(1)).any()
+    # a grandchild is of the same family; apart, copies are chosen together
+    change_layer(layer, Change("clone", 1 + 6, parent=6))
+    assert layer.router.family_E.tolist() == [0, 1, 2, 3, 4, 5, 3, 3]
+    layer.router.exclusive = False
+    naive, _ = layer(*tokens())
+    assert (naive - before).norm() > 0.05 * before.norm()
+
+
+def test_the_last_families_cannot_retire():
+    layer, _ = with_free_slots([0, 1], families=True)
+    change_layer(layer, Change("clone", 2, parent=0))
+    with pytest.raises(ValueError, match="experts of 1 families would be left, and a token needs"):
+        change_layer(layer, Change("retire", 1))
+    with pytest.raises(ValueError, match="experts of 1 families"):
+        change_layer(layer, Change("revive", 1, parent=0))
+    change_layer(layer, Change("retire", 0))
+    assert layer.router.active_E.tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
+
+
 def test_a_retired_expert_is_gone_and_the_others_are_as_before():
     layer, _ = with_free_slots([*range(E)])
     _, small = with_free_slots([0, 1, 2, 4, 5, 6, 7])
@@ -262,6 +305,11 @@ def test_what_cannot_be_dormant_or_have_free_slots_is_refused():
         (
             {"start_experts": 6, "rounding": replace(ROUNDED, max_tiles=2.0)},
             "max_tiles=2.0 does not go",
+        ),
+        ({"families": True}, "families=True has no effect without start_experts"),
+        (
+            {"start_experts": 6, "families": True, "control": RouterControl(ema=0.9)},
+            "control.ema=0.9 does not go with families=True",
         ),
         ({"start_experts": 6, "importance": "size"}, "importance='size' is unknown"),
         (

@@ -169,6 +169,16 @@ MISTAKES = [
     ("surgery.every=5", "surgery.every=5 has no effect while surgery.policy=none"),
     ("surgery.policy=replace surgery.clone_above=2", "surgery.clone_above=2.0 has no effect with"),
     ("surgery.policy=replace surgery.clone=dormant", "surgery.clone='dormant' needs router.bias"),
+    (
+        "surgery.policy=replace surgery.clone=family",
+        "surgery.clone='family' cannot be exported: qwen3_moe has no choice within families. Give "
+        "router.end_steps",
+    ),
+    ("surgery.policy=replace surgery.clone=family surgery.noise=0", "surgery.noise=0 does not go"),
+    (
+        "surgery.policy=replace surgery.clone=family router.ema=0.9 router.end_steps=9",
+        "router.ema=0.9 does not go with surgery.clone='family'",
+    ),
     ("surgery.policy=replace surgery.start_experts=9", "surgery.start_experts=9 must be from 2 to"),
     ("surgery.policy=replace router.gradient=dense", "router.gradient='dense' does not go with"),
     (

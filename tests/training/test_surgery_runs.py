@@ -171,3 +171,23 @@ def test_layers_are_levelled_before_the_end(tiny_config, monkeypatch, tmp_path):
     last = lines(folder, "metrics.jsonl")[-1]
     assert last["layers/0/experts"] == last["layers/1/experts"]
     assert exported(folder, tmp_path / "hf")["num_experts"] == last["layers/0/experts"]
+
+
+def test_families_share_tokens_and_dissolve(tiny_config, monkeypatch, tmp_path):
+    """The loss hardly moves at the clone in a family of models without selection bias, and what is
+    exported has no families."""
+    monkeypatch.chdir(tmp_path)
+    words = [str(tiny_config), "model.num_experts=6", "model.norm_topk_prob=true", "train.steps=12"]
+    words += ["surgery.start_experts=4", "surgery.clone=family", "surgery.importance=load"]
+    words += ["surgery.events=[{step: 4, kind: clone}, {step: 6, kind: clone}]"]
+    assert train.main([*words, "run.name=refused"]) == 2
+    assert train.main([*words, "router.end_steps=3", "run.name=family"]) == 0
+    folder = tmp_path / "runs" / "family"
+    told = of_run(folder, *CHANGED)
+    assert [event["step"] for event in told] == [4, 4, 6, 6]
+    assert all(abs(after - before) < 0.002 for before, after in (e["probe_loss"] for e in told))
+    changes = [
+        event["text"] for event in lines(folder, "events.jsonl") if "change" in event["event"]
+    ]
+    assert changes == ["step 10: copies of one expert may be chosen together from now on"]
+    assert exported(folder, tmp_path / "hf")["num_experts"] == 6
