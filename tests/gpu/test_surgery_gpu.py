@@ -3,7 +3,6 @@ compiled or captured anew."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 
@@ -35,8 +34,12 @@ QUANTILE = {
 }
 
 
-def build(config, dtype=torch.bfloat16, **options):
-    model = build_model(ModelConfig(**config), dtype=dtype, device=CUDA, **options)
+def build(config, **options):
+    model = build_model(
+        ModelConfig(**config), dtype=torch.bfloat16, device=CUDA, seed=None, **options
+    )
+    for parameter in model.parameters():  # where it is: the host would take long for a large one
+        torch.nn.init.normal_(parameter, std=0.05)
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     return model, MasterAdamW(groups)
 
@@ -103,14 +106,32 @@ def test_a_dormant_clone_changes_no_bit(kernels):
     assert stats.counts_E.sum() == 4 * 4096
 
 
-def test_runs_compiled_and_captured_make_the_same_changes(monkeypatch, tmp_path):
+def words(folder):
+    """A run with events, wide enough for tiles, without what else would be compiled."""
+    keys = ("hidden_size", "moe_intermediate_size", "head_dim")
+    wide = [f"model.{key}={WIDE[key]}" for key in keys]
+    more = ["run.device=cuda", "train.steps=9", "eval.every_steps=null", "eval.batches=16"]
+    return [str(write_inputs(folder / "inputs")), *GLM, *wide, EVENTS, *more]
+
+
+def made(folder):
+    return [(e["step"], e["layer"], e["change"]) for e in of_run(folder, *CHANGED)]
+
+
+def test_a_captured_run_is_the_same(monkeypatch, tmp_path):
+    """The graph reads the mask where it is."""
     monkeypatch.chdir(tmp_path)
-    config = write_inputs(tmp_path / "inputs")
-    wide = [
-        f"model.{key}={WIDE[key]}" for key in ("hidden_size", "moe_intermediate_size", "head_dim")
-    ]
-    words = [str(config), *GLM, *wide, EVENTS, "run.device=cuda", "train.steps=9"]
-    words += ["eval.every_steps=null", "eval.batches=16"]
+    given = [*words(tmp_path), "train.compile=false"]
+    assert train.main([*given, "run.name=plain"]) == 0
+    assert train.main([*given, "train.cuda_graph=true", "run.name=captured"]) == 0
+    plain, captured = (tmp_path / "runs" / name for name in ("plain", "captured"))
+    assert len(made(plain)) == 4
+    assert made(captured) == made(plain)
+    assert losses(captured) == losses(plain)
+
+
+def test_nothing_is_compiled_anew(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     graphs = []
     real = surgery.make_changes
 
@@ -119,26 +140,11 @@ def test_runs_compiled_and_captured_make_the_same_changes(monkeypatch, tmp_path)
         return real(*arguments, **keywords)
 
     monkeypatch.setattr(surgery, "make_changes", make)
-    names = {"plain": ["train.compile=false"], "compiled": ["train.compile=true"]}
-    names["captured"] = ["train.compile=false", "train.cuda_graph=true"]
-    for name, more in names.items():
-        torch._dynamo.reset()
-        graphs.clear()
-        assert train.main([*words, *more, f"run.name={name}"]) == 0
-        if name == "compiled":
-            assert graphs[0] > 0
-            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs[0]
-    plain = tmp_path / "runs" / "plain"
-    assert len(of_run(plain, *CHANGED)) == 4
-    for name in ("compiled", "captured"):
-        run = tmp_path / "runs" / name
-        assert [(e["step"], e["layer"], e["change"]) for e in of_run(run, *CHANGED)] == [
-            (e["step"], e["layer"], e["change"]) for e in of_run(plain, *CHANGED)
-        ]
-        ours, theirs = losses(run), losses(plain)
-        assert all(abs(ours[step] - theirs[step]) < 0.02 for step in theirs), json.dumps(ours)
-    captured = losses(tmp_path / "runs" / "captured")
-    assert captured == losses(plain), "a graph reads the mask where it is"
+    torch._dynamo.reset()
+    assert train.main([*words(tmp_path), "train.compile=true", "run.name=compiled"]) == 0
+    assert len(made(tmp_path / "runs" / "compiled")) == 4
+    assert graphs[0] > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs[0]
 
 
 def test_a_change_costs_less_than_half_a_step():
