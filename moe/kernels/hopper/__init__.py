@@ -92,6 +92,8 @@ def why_not(
     D, N = w2_EDN.shape[1:]
     if D % 8 or N % 8:
         return f"D={D}, N={N}; TMA needs multiples of 8"
+    if x.numel() >= 2**34:
+        return f"{x.numel()} numbers in x; rows are gathered by 32-bit places of 8, below 2^34"
     return None
 
 

@@ -26,12 +26,22 @@ class Config(NamedTuple):
     bk: int = 64
     stages: int = 4
     parts: int = 4
-    """Ranges of columns in which a finished tile is stored, each under one step of the next."""
+    """Ranges of columns in which a finished tile is stored, each under one or two products of the
+    next; `down_backward` has other means."""
     group: int = 8
     """Row tiles that share the columns of a weight while it is in L2."""
+    double: bool = True
+    """Whether a part may be stored under two products instead of one, where there are enough."""
+
+    def doubles(self, steps: int) -> int:
+        """How many of the parts are stored under two products, of `steps`; few values, since
+        each is compiled."""
+        spare = steps - self.parts
+        return next((n for n in (self.parts - 1, self.parts // 2) if self.double and n <= spare), 0)
 
     def __str__(self) -> str:
-        return f"{self.bm}x{self.bn}x{self.bk} s{self.stages} g{self.group} /{self.parts}"
+        tile = f"{self.bm}x{self.bn}x{self.bk} s{self.stages} g{self.group}"
+        return f"{tile} /{self.parts}{'d' if self.double else ''}"
 
 
 # The first entry is the default. All compile for sm_90a without spilled registers and fit the
@@ -39,7 +49,7 @@ class Config(NamedTuple):
 CONFIGS: dict[str, list[Config]] = {
     "up": [Config(128, 256, parts=8), Config(128, 256, parts=8, group=16)],
     "rows": [Config(128, 256), Config(128, 256, group=16)],
-    "down_backward": [Config(128, 256, parts=16), Config(128, 256, stages=3, parts=16)],
+    "down_backward": [Config(128, 256, stages=3), Config(128, 256, stages=3, group=16)],
     "outer_left": [Config(128, 256), Config(256, 128)],
     "outer_right": [Config(256, 128), Config(128, 256)],
 }
@@ -115,9 +125,11 @@ def programs(device: torch.device, most: int) -> int:
 
 
 def addressable(t: Tensor) -> Tensor:
-    """t, or a contiguous copy where TMA cannot address it."""
+    """t, or a contiguous copy where TMA or a gather (32-bit places of rows) cannot address it."""
     size = t.element_size()
     fits = t.data_ptr() % 16 == 0 and t.stride(-1) == 1
+    if t.ndim == 2 and t.shape[0] * t.stride(0) >= 2**34:
+        fits = False
     if fits and all(s > 0 and s * size % 16 == 0 for s in t.stride()[:-1]):
         return t
     return t.clone(memory_format=torch.contiguous_format)

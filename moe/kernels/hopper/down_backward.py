@@ -1,9 +1,16 @@
 """Backward of down-projection and SwiGLU on Hopper: dH, A' and the parts of dS in one kernel.
 
-The product dA = dO · W2 is that of `rows`, gathered dO included. Its finished tile is held as bf16
-pairs; under each step of the next tile one range of its columns is finished: the same columns of H
-come by TMA into a small ring, dH overwrites them there and leaves by TMA, A' beside it. The sums
-<dA, A> of a tile's rows are stored once per tile and added up in a fixed order afterwards.
+The product dA = dO · W2 is that of `rows`, gathered dO included, but its epilogue is too long to be
+done between the products of the next tile. So it has a role of its own: the consumer leaves a
+finished tile in shared memory as bf16 and goes on; two more warps take it from there, read the
+same columns of H, and write dH and A' while the next tile is multiplied. Every thread reads and
+writes its own numbers, 16 bytes at a time. The sums <dA, A> of a tile's rows are stored once per
+tile and added up in a fixed order afterwards.
+
+Why two warps: for wgmma with 256 columns ptxas wants at least 154 registers a thread at a kernel's
+start, so that a program has at most twelve warps. They need about 44,000 cycles for a tile, as long
+as 30 to 40 products: D from 2048 on hides them. Doing their work in the producer's four warps,
+between its stages, was slower (393 against 450 TFLOP/s at D = 1536, 561 against 611 at 4096).
 
 Shape letters: T tokens, R rows (expert order), S slots (token order), E experts, D model width, N
 expert width, H columns of H.
@@ -19,10 +26,10 @@ from moe.kernels._triton import launch, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.down_backward import sum_parts
 from moe.kernels.hopper._configs import Config, addressable, pick_config, programs
-from moe.kernels.hopper._descriptors import plain, ragged
+from moe.kernels.hopper._descriptors import plain
 from moe.kernels.hopper._device import (
-    FAR,
-    fence_async_shared,
+    async_copy,
+    column_parts,
     gl,
     gluon,
     init_ring,
@@ -30,194 +37,195 @@ from moe.kernels.hopper._device import (
     mma_layout,
     next_stage,
     nvmma,
-    pack_columns,
     pack_pairs,
     sigmoid,
     stack,
     tile_at,
-    tma,
     unpack_pair,
     warpgroup_mma_wait,
 )
 from moe.kernels.hopper.rows import multiply, produce_rows
 
-# ------------------------------------------------------------------------------------------- kernel
+_ROWS = gl.constexpr(8)
+"""Rows that the epilogue works on at once, and asks for ahead."""
+_COLS = gl.constexpr(64)
+"""Columns of dA that it works on at once: 128 bytes, a row of a swizzle atom."""
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_PLAIN_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
-@gluon.jit
-def _load_h(
-    h_desc, h_bufs, h_full, start, col, PART: gl.constexpr, COLS: gl.constexpr, BM: gl.constexpr,
-    H_BUFS: gl.constexpr,
-):  # fmt: skip
-    """Asks for the columns of H that belong to a range of columns of dA."""
-    slot: gl.constexpr = PART % H_BUFS
-    filled = h_full.index(slot)
-    mbarrier.expect(filled, BM * COLS * 4)
-    column = (col + PART * COLS) * 2
-    tma.async_copy_global_to_shared(h_desc, [start, column], filled, h_bufs.index(slot))
+@gluon.constexpr_function
+def epilogue_layout(num_warps: int) -> gl.BlockedLayout:
+    """16 bytes of H a thread, two rows a warp."""
+    return gl.BlockedLayout([1, 4], [2, 16], [num_warps, 1], [1, 0])
 
 
-@gluon.jit
-def _swiglu_backward(da, pair):
-    """(dgate, dup, A, dA · A) of columns of dA and their (gate, up) pairs."""
-    x, up = unpack_pair(pair)
-    s = sigmoid(x)
-    f = x * s
-    a = f * up
-    return da * up * (s + f * (1.0 - s)), da * f, a, da * a
-
-
-@gluon.jit
-def _finish_part(
-    part, gate, dot, h_desc, dh_desc, a_desc, h_bufs, h_full, a_smem, start, end, col,
-    PART: gl.constexpr, PARTS: gl.constexpr, GATES: gl.constexpr, BM: gl.constexpr,
-    COLS: gl.constexpr, H_BUFS: gl.constexpr,
-):  # fmt: skip
-    """Stores dH and A' of one range of columns; returns `dot` with its share of <dA, A>."""
-    slot: gl.constexpr = PART % H_BUFS
-    words: gl.constexpr = [BM, COLS]
-    half: gl.constexpr = [BM, COLS // 2]
-    tma.store_wait(pendings=0)
-    if PART + H_BUFS - 1 < PARTS:
-        _load_h(h_desc, h_bufs, h_full, start, col, PART + H_BUFS - 1, COLS, BM, H_BUFS)
-    mbarrier.wait(h_full.index(slot), (PART // H_BUFS) & 1)
-    h_smem = h_bufs.index(slot)._reinterpret(gl.int32, words, nvmma(words, gl.int32))
-    h = h_smem.load(mma_layout(COLS, gl.num_warps()))
-    even, odd = h.reshape(BM, COLS // 2, 2).split()
-    layout: gl.constexpr = even.type.layout
-    da_even, da_odd = unpack_pair(gl.convert_layout(part, layout))
-    dgate_even, dup_even, a_even, dot_even = _swiglu_backward(da_even, even)
-    dgate_odd, dup_odd, a_odd, dot_odd = _swiglu_backward(da_odd, odd)
-    sums = gl.sum(dot_even + dot_odd, axis=1)
-    dot += gl.convert_layout(sums, dot.type.layout)
-    if GATES:
-        g = gl.convert_layout(gate, gl.SliceLayout(1, layout))[:, None]
-        dgate_even *= g
-        dup_even *= g
-        a_even *= g
-        dgate_odd *= g
-        dup_odd *= g
-        a_odd *= g
-    dh = gl.join(pack_pairs(dgate_even, dup_even), pack_pairs(dgate_odd, dup_odd))
-    h_smem.store(dh.reshape(BM, COLS))
-    a_smem._reinterpret(gl.int32, half, nvmma(half, gl.int32)).store(pack_pairs(a_even, a_odd))
-    fence_async_shared()
-    bound = FAR - (end - start)
-    column = col + PART * COLS
-    dh_smem = h_bufs.index(slot)._reinterpret(
-        gl.bfloat16, [1, 1, BM, 2 * COLS], nvmma([1, 1, BM, 2 * COLS])
-    )
-    tma.async_copy_shared_to_global(dh_desc, [FAR, end, bound, column * 2], dh_smem)
-    tma.async_copy_shared_to_global(a_desc, [FAR, end, bound, column], a_smem)
-    return dot
-
-
-@gluon.jit
-def _store_dot(dot, dot_ptr, R, start, end, col, BM: gl.constexpr, BN: gl.constexpr):
-    rows = start + gl.arange(0, BM, layout=dot.type.layout)
-    gl.store(dot_ptr + (col // BN).to(gl.int64) * R + rows, dot, mask=rows < end)
+# ----------------------------------------------------------------------------------------- consumer
 
 
 @gluon.jit
 def _consume(
-    h_desc, dh_desc, a_desc, gates_ptr, slot_ptr, dot_ptr, start_ptr, end_ptr, R, row_tiles,
-    col_tiles, steps, do_bufs, w_bufs, full, empty, h_bufs, h_full, a_smem,
-    GATHER: gl.constexpr, GATES: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    GROUP: gl.constexpr, H_BUFS: gl.constexpr,
+    tiles, steps, do_bufs, w_bufs, full, empty, da_bufs, da_full, da_empty,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = mma_layout(BN, gl.num_warps())
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    COLS: gl.constexpr = BN // PARTS
-    acc = gl.zeros([BM, BN], gl.float32, layout)
-    held = pack_columns(acc, PARTS)
-    held_gate = gl.zeros([BM], gl.float32, by_row)
-    held_start = 0  # nothing is held yet: no rows
-    held_end = 0
-    held_col = 0
-    for i in gl.static_range(H_BUFS - 1):
-        _load_h(h_desc, h_bufs, h_full, held_start, held_col, i, COLS, BM, H_BUFS)
+    """dA of each tile, left in shared memory."""
+    PARTS: gl.constexpr = BN // _COLS
+    acc = gl.zeros([BM, BN], gl.float32, mma_layout(BN, gl.num_warps()))
     stage = 0
     phase = 0
-    for t in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row_tile, col_tile = tile_at(t, row_tiles, col_tiles, GROUP)
-        start = gl.load(start_ptr + row_tile)
-        end = gl.load(end_ptr + row_tile)
-        col = col_tile * BN
-        dot = gl.zeros([BM], gl.float32, by_row)
+    turn = 0
+    for _t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        acc = multiply(acc, do_bufs, w_bufs, full, stage, phase, False, False, BN, BK)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
         before = stage
-        for i in gl.static_range(PARTS):
-            acc = multiply(acc, do_bufs, w_bufs, full, stage, phase, i > 0, GATHER, False, BN, BK)
-            if i > 0:
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-                mbarrier.arrive(empty.index(before), count=1)
-            dot = _finish_part(
-                held[i], held_gate, dot, h_desc, dh_desc, a_desc, h_bufs, h_full, a_smem,
-                held_start, held_end, held_col, i, PARTS, GATES, BM, COLS, H_BUFS,
-            )  # fmt: skip
-            before = stage
-            stage, phase = next_stage(stage, phase, STAGES)
-        _store_dot(dot, dot_ptr, R, held_start, held_end, held_col, BM, BN)
-        for i in gl.static_range(H_BUFS - 1):
-            _load_h(h_desc, h_bufs, h_full, start, col, i, COLS, BM, H_BUFS)
-        if GATES:
-            rows = gl.minimum(start + gl.arange(0, BM, layout=by_row), end - 1)
-            if SLOTS:
-                rows = gl.load(slot_ptr + rows)
-            held_gate = gl.load(gates_ptr + rows).to(gl.float32)
-        for _ in range(PARTS, steps):
-            acc = multiply(acc, do_bufs, w_bufs, full, stage, phase, True, GATHER, False, BN, BK)
+        stage, phase = next_stage(stage, phase, STAGES)
+        for _ in range(1, steps):
+            acc = multiply(acc, do_bufs, w_bufs, full, stage, phase, True, False, BN, BK)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(before), count=1)
             before = stage
             stage, phase = next_stage(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
-        held = pack_columns(acc, PARTS)
-        held_start = start
-        held_end = end
-        held_col = col
-    dot = gl.zeros([BM], gl.float32, by_row)
+        mbarrier.wait(da_empty, turn ^ 1)
+        parts = column_parts(acc, PARTS)
+        for i in gl.static_range(PARTS):
+            da_bufs.index(i).store(parts[i].to(gl.bfloat16))
+        mbarrier.arrive(da_full, count=1)
+        turn ^= 1
+
+
+# ----------------------------------------------------------------------------------------- epilogue
+
+
+@gluon.jit
+def _copy_h(h_bufs, h_ptr, buffer, row, end, col, vectors, PARTS: gl.constexpr):
+    """Starts the copy of the (gate, up) pairs of _ROWS rows; zeros outside."""
+    layout: gl.constexpr = epilogue_layout(gl.num_warps())
+    rows = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, layout))
     for i in gl.static_range(PARTS):
-        dot = _finish_part(
-            held[i], held_gate, dot, h_desc, dh_desc, a_desc, h_bufs, h_full, a_smem,
-            held_start, held_end, held_col, i, PARTS, GATES, BM, COLS, H_BUFS,
-        )  # fmt: skip
-    _store_dot(dot, dot_ptr, R, held_start, held_end, held_col, BM, BN)
-    tma.store_wait(pendings=0)
+        cols = col + i * _COLS + gl.arange(0, _COLS, layout=gl.SliceLayout(0, layout))
+        at = h_ptr + rows.to(gl.int64)[:, None] * vectors * 8 + cols[None, :]
+        some = (rows < end)[:, None] & (cols // 8 < vectors)[None, :]
+        async_copy.async_copy_global_to_shared(h_bufs.index(buffer * PARTS + i), at, mask=some)
 
 
-@gluon.jit(do_not_specialize=["R", "vectors", "row_vectors", "steps", "col_tiles"])
+@gluon.jit
+def _swiglu_backward(da, pair, g):
+    """(dgate, dup, A) of columns of dA and their (gate, up) pairs, times g, and dA · A."""
+    x, up = unpack_pair(pair)
+    s = sigmoid(x)
+    f = x * s
+    a = f * up
+    dg = da * g
+    return dg * up * (s + f * (1.0 - s)), dg * f, a * g, da * a
+
+
+@gluon.jit
+def _finish(
+    h_ptr, dh_ptr, a_ptr, gates_ptr, slot_ptr, dot_ptr, start_ptr, end_ptr, R, row_tiles,
+    col_tiles, vectors, da_bufs, da_full, da_empty, h_bufs, gate_bufs,
+    GATES: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """dH, A' and the sums <dA, A> of each tile, from dA in shared memory and H.
+
+    H comes by cp.async, a block of rows ahead, and gates through shared memory: a load into a
+    register that is waited for much later would hold up every other load between.
+    """
+    PARTS: gl.constexpr = BN // _COLS
+    BLOCKS: gl.constexpr = BM // _ROWS
+    BLOCK: gl.constexpr = [_ROWS, _COLS]
+    layout: gl.constexpr = epilogue_layout(gl.num_warps())
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    by_tile: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    # the same bytes: a buffer of BM rows is BLOCKS buffers of _ROWS rows, whole atoms each
+    blocks = da_bufs._reinterpret(gl.bfloat16, stack(PARTS * BLOCKS, BLOCK), nvmma(BLOCK))
+    turn = 0
+    for t in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
+        row_tile, col_tile = tile_at(t, row_tiles, col_tiles, GROUP)
+        start = gl.load(start_ptr + row_tile)
+        end = gl.minimum(gl.load(end_ptr + row_tile), start + BM)
+        col = col_tile * BN
+        _copy_h(h_bufs, h_ptr, 0, start, end, col, vectors, PARTS)
+        async_copy.commit_group()
+        if GATES:
+            places = gl.minimum(start + gl.arange(0, BM, layout=by_tile), end - 1)
+            if SLOTS:
+                places = gl.load(slot_ptr + places)
+            gates = gl.load(gates_ptr + places).to(gl.float32)
+            gate_bufs._reinterpret(gl.float32, [BM], _PLAIN).store(gates)
+        mbarrier.wait(da_full, turn)
+        for r in range(BLOCKS):
+            row = start + r * _ROWS
+            buffer = r % 2
+            if r + 1 < BLOCKS:
+                _copy_h(h_bufs, h_ptr, 1 - buffer, row + _ROWS, end, col, vectors, PARTS)
+            async_copy.commit_group()
+            async_copy.wait_group(1)
+            g = gl.full([_ROWS], 1.0, gl.float32, by_row)
+            if GATES:
+                g = gate_bufs.index(r).load(by_row)
+            rows = row + gl.arange(0, _ROWS, layout=by_row)
+            for i in gl.static_range(PARTS):
+                da = blocks.index(i * BLOCKS + r).load(layout).to(gl.float32)
+                pair = h_bufs.index(buffer * PARTS + i).load(layout)
+                dgate, dup, a, terms = _swiglu_backward(da, pair, g[:, None])
+                terms = gl.sum(terms.reshape(_ROWS, _COLS // 4, 4), axis=2)  # within a thread
+                if i == 0:
+                    dot = terms
+                else:
+                    dot += terms
+                cols = col + i * _COLS + gl.arange(0, _COLS, layout=gl.SliceLayout(0, layout))
+                some = (rows < end)[:, None] & (cols // 8 < vectors)[None, :]
+                at = rows.to(gl.int64)[:, None] * vectors * 8 + cols[None, :]
+                gl.store(dh_ptr + at, pack_pairs(dgate, dup), mask=some)
+                gl.store(a_ptr + at, a.to(gl.bfloat16), mask=some)
+            sums = gl.sum(dot, axis=1)
+            of = row + gl.arange(0, _ROWS, layout=sums.type.layout)
+            gl.store(dot_ptr + col_tile.to(gl.int64) * R + of, sums, mask=of < end)
+        mbarrier.arrive(da_empty, count=1)
+        turn ^= 1
+
+
+# ------------------------------------------------------------------------------------------- kernel
+
+
+@gluon.jit(do_not_specialize=["R", "n_vectors", "vectors", "row_vectors", "steps", "col_tiles"])
 def _down_backward_kernel(
-    do_desc, do_ptr, token_ptr, w_desc, h_desc, dh_desc, a_desc, gates_ptr, slot_ptr, dot_ptr,
-    expert_ptr, start_ptr, end_ptr, count_ptr, R, vectors, row_vectors, steps, col_tiles,
+    do_desc, do_ptr, token_ptr, w_desc, h_ptr, dh_ptr, a_ptr, gates_ptr, slot_ptr, dot_ptr,
+    expert_ptr, start_ptr, end_ptr, count_ptr, R, n_vectors, vectors, row_vectors, steps,
+    col_tiles,
     GATHER: gl.constexpr, EVEN: gl.constexpr, GATES: gl.constexpr, SLOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, GROUP: gl.constexpr, H_BUFS: gl.constexpr,
-    PRODUCER_WARPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, PRODUCER_WARPS: gl.constexpr, EPILOGUE_WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    gl.static_assert(PARTS % (2 * H_BUFS) == 0)  # else a buffer's phase differs from tile to tile
-    COLS: gl.constexpr = BN // PARTS
     W_BLOCK: gl.constexpr = [1, BK, BN]
-    A_BLOCK: gl.constexpr = [1, 1, BM, COLS]
-    H_BLOCK: gl.constexpr = [BM, 2 * COLS]
+    DA_BLOCK: gl.constexpr = [BM, _COLS]
     do_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, BK], nvmma([BM, BK]))
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, stack(STAGES, W_BLOCK), nvmma(W_BLOCK))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    init_ring(full, empty, STAGES, PRODUCER_WARPS * 32 if GATHER else 0)
-    h_bufs = gl.allocate_shared_memory(gl.bfloat16, stack(H_BUFS, H_BLOCK), nvmma(H_BLOCK))
-    h_full = gl.allocate_shared_memory(gl.int64, [H_BUFS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(H_BUFS):
-        mbarrier.init(h_full.index(i), count=1)
-    a_smem = gl.allocate_shared_memory(gl.bfloat16, A_BLOCK, nvmma(A_BLOCK))
+    init_ring(full, empty, STAGES, 1 if GATHER else 0)
+    da_bufs = gl.allocate_shared_memory(gl.bfloat16, stack(BN // _COLS, DA_BLOCK), nvmma(DA_BLOCK))
+    da_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    da_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    h_bufs = gl.allocate_shared_memory(gl.int32, [2 * BN // _COLS, _ROWS, _COLS], _PLAIN_2D)
+    gate_bufs = gl.allocate_shared_memory(gl.float32, [BM // _ROWS, _ROWS], _PLAIN)
+    mbarrier.init(da_full, count=1)
+    mbarrier.init(da_empty, count=1)
     row_tiles = gl.load(count_ptr)
     gl.warp_specialize(
         [
             (_consume, (
-                h_desc, dh_desc, a_desc, gates_ptr, slot_ptr, dot_ptr, start_ptr, end_ptr, R,
-                row_tiles, col_tiles, steps, do_bufs, w_bufs, full, empty, h_bufs, h_full, a_smem,
-                GATHER, GATES, SLOTS, BM, BN, BK, STAGES, PARTS, GROUP, H_BUFS,
+                row_tiles * col_tiles, steps, do_bufs, w_bufs, full, empty, da_bufs, da_full,
+                da_empty, BM, BN, BK, STAGES,
+            )),
+            (_finish, (
+                h_ptr, dh_ptr, a_ptr, gates_ptr, slot_ptr, dot_ptr, start_ptr, end_ptr, R,
+                row_tiles, col_tiles, n_vectors, da_bufs, da_full, da_empty, h_bufs, gate_bufs,
+                GATES, SLOTS, BM, BN, GROUP,
             )),
             (produce_rows, (
                 do_desc, do_ptr, token_ptr, w_desc, expert_ptr, start_ptr, end_ptr, row_tiles,
@@ -225,8 +233,8 @@ def _down_backward_kernel(
                 GATHER, EVEN, False, BM, BN, BK, STAGES, GROUP,
             )),
         ],
-        [PRODUCER_WARPS],
-        [PRODUCER_REGISTERS],
+        [EPILOGUE_WARPS, PRODUCER_WARPS],
+        [REGISTERS, REGISTERS],
     )  # fmt: skip
 
 
@@ -264,22 +272,20 @@ def down_backward_hopper(
     do_TD, w2_EDN = addressable(do_TD), addressable(w2_EDN)
     gates_S = None if gates_S is None else gates_S.contiguous()
     gather = token_R is not None
-    cols = c.bn // c.parts
-    steps = max(triton.cdiv(D, c.bk), c.parts)
+    steps = triton.cdiv(D, c.bk)
     col_tiles = triton.cdiv(N, c.bn)
     dot = torch.empty(col_tiles, R, dtype=torch.float32, device=h_RH.device)
     grid = programs(h_RH.device, tiles.expert_B.shape[0] * col_tiles)
     launch(
         _down_backward_kernel, (grid,),
         None if gather else plain(do_TD, [c.bm, c.bk]), do_TD if gather else None, token_R,
-        plain(w2_EDN, [1, c.bk, c.bn]), plain(h_RH, [c.bm, 2 * cols]),
-        ragged(dh_RH, [c.bm, 2 * cols]), ragged(a_RN, [c.bm, cols]), gates_S, slot_R, dot,
-        tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
-        R, D // 8, do_TD.stride(0) // 8, steps, col_tiles,
+        plain(w2_EDN, [1, c.bk, c.bn]), h_RH.view(torch.int32), dh_RH.view(torch.int32), a_RN,
+        gates_S, slot_R, dot, tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
+        R, N // 8, D // 8, do_TD.stride(0) // 8, steps, col_tiles,
         GATHER=gather, EVEN=not gather or steps * c.bk == D, GATES=gates_S is not None,
-        SLOTS=slot_R is not None, BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages, PARTS=c.parts,
-        GROUP=c.group, H_BUFS=2, PRODUCER_WARPS=4 if gather else 1,
-        PRODUCER_REGISTERS=40 if gather else 24, num_warps=8,
+        SLOTS=slot_R is not None, BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages,
+        GROUP=c.group, PRODUCER_WARPS=2 if gather else 1, EPILOGUE_WARPS=2, REGISTERS=136,
+        num_warps=8,
     )  # fmt: skip
     if dgate_S is not None:
         sum_parts(dot, row_S, dgate_S, offsets_E1[-1:])

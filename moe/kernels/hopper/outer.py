@@ -133,9 +133,13 @@ def _multiply(
 
 
 @gluon.jit
-def _store_part(part, out_desc, out_smem, e, row, col, BM: gl.constexpr, COLS: gl.constexpr):
+def _store_part(
+    part, out_desc, out_bufs, e, row, col, PART: gl.constexpr, BM: gl.constexpr,
+    COLS: gl.constexpr,
+):  # fmt: skip
+    out_smem = out_bufs.index(PART % 2)
     words: gl.constexpr = [BM, COLS // 2]
-    tma.store_wait(pendings=0)
+    tma.store_wait(pendings=1)  # the last part may still be read, from the other buffer
     out_smem._reinterpret(gl.int32, words, nvmma(words, gl.int32)).store(part)
     fence_async_shared()
     tma.async_copy_shared_to_global(out_desc, [e, row, col], out_smem)
@@ -143,7 +147,7 @@ def _store_part(part, out_desc, out_smem, e, row, col, BM: gl.constexpr, COLS: g
 
 @gluon.jit
 def _consume(
-    out_desc, offsets_ptr, E, left_tiles, right_tiles, left_bufs, right_bufs, full, empty, out_smem,
+    out_desc, offsets_ptr, E, left_tiles, right_tiles, left_bufs, right_bufs, full, empty, out_bufs,
     GATHER: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -169,7 +173,7 @@ def _consume(
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index(before), count=1)
             _store_part(
-                held[i], out_desc, out_smem, held_e, held_row, held_col + i * COLS, BM, COLS
+                held[i], out_desc, out_bufs, held_e, held_row, held_col + i * COLS, i, BM, COLS
             )
             before = stage
             stage, phase = next_stage(stage, phase, STAGES)
@@ -188,7 +192,7 @@ def _consume(
         held_row = left_tile * BM
         held_col = right_tile * BN
     for i in gl.static_range(PARTS):
-        _store_part(held[i], out_desc, out_smem, held_e, held_row, held_col + i * COLS, BM, COLS)
+        _store_part(held[i], out_desc, out_bufs, held_e, held_row, held_col + i * COLS, i, BM, COLS)
     tma.store_wait(pendings=0)
 
 
@@ -211,12 +215,12 @@ def _outer_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     init_ring(full, empty, STAGES, PRODUCER_WARPS * 32 if GATHER else 0)
-    out_smem = gl.allocate_shared_memory(gl.bfloat16, OUT_BLOCK, nvmma(OUT_BLOCK))
+    out_bufs = gl.allocate_shared_memory(gl.bfloat16, stack(2, OUT_BLOCK), nvmma(OUT_BLOCK))
     gl.warp_specialize(
         [
             (_consume, (
                 out_desc, offsets_ptr, E, left_tiles, right_tiles, left_bufs, right_bufs, full,
-                empty, out_smem, GATHER, BM, BN, BK, STAGES, PARTS,
+                empty, out_bufs, GATHER, BM, BN, BK, STAGES, PARTS,
             )),
             (_produce, (
                 left_desc, left_ptr, right_desc, right_ptr, token_ptr, offsets_ptr, E, vectors,

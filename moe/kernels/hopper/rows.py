@@ -18,6 +18,7 @@ from moe.kernels.hopper._configs import Config, addressable, pick_config, progra
 from moe.kernels.hopper._descriptors import plain, ragged
 from moe.kernels.hopper._device import (
     FAR,
+    arrive_behind,
     async_copy,
     fence_async_shared,
     gather_layout,
@@ -42,6 +43,25 @@ from moe.kernels.hopper._device import (
 
 
 @gluon.jit
+def next_tile(
+    t, count, row_tiles, col_tiles, token_ptr, expert_ptr, start_ptr, end_ptr,
+    GATHER: gl.constexpr, BM: gl.constexpr, GROUP: gl.constexpr, rows_layout: gl.constexpr,
+):  # fmt: skip
+    """(expert, first row, column tile, token of each row) of tile t; asked for a tile ahead."""
+    row_tile, col_tile = tile_at(t, row_tiles, col_tiles, GROUP)
+    some = t < count
+    e = gl.load(expert_ptr + row_tile, mask=some, other=0)
+    start = gl.load(start_ptr + row_tile, mask=some, other=0)
+    token = 0
+    if GATHER:
+        # rows past the end of a tile repeat its last one; the store cuts them off
+        end = gl.load(end_ptr + row_tile, mask=some, other=1)
+        rows = start + gl.arange(0, BM, layout=rows_layout)
+        token = gl.load(token_ptr + gl.minimum(rows, end - 1))
+    return e, start, col_tile, token
+
+
+@gluon.jit
 def produce_rows(
     a_desc, a_ptr, token_ptr, w_desc, expert_ptr, start_ptr, end_ptr, row_tiles, col_tiles, steps,
     vectors, row_vectors, a_bufs, w_bufs, full, empty,
@@ -58,19 +78,24 @@ def produce_rows(
     layout: gl.constexpr = gather_layout(gl.num_warps())
     stage = 0
     phase = 1
-    for t in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row_tile, col_tile = tile_at(t, row_tiles, col_tiles, GROUP)
-        e = gl.load(expert_ptr + row_tile)
-        start = gl.load(start_ptr + row_tile)
-        col = col_tile * BN
+    behind = -1
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    count = row_tiles * col_tiles
+    next_e, next_start, next_col, next_token = next_tile(
+        gl.program_id(0), count, row_tiles, col_tiles, token_ptr, expert_ptr, start_ptr, end_ptr,
+        GATHER, BM, GROUP, by_row,
+    )  # fmt: skip
+    for t in range(gl.program_id(0), count, gl.num_programs(0)):
+        e = next_e
+        start = next_start
+        col = next_col * BN
         if GATHER:
-            # rows past the end of a tile repeat its last one; the store cuts them off
-            end = gl.load(end_ptr + row_tile)
-            rows = start + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
-            token = gl.load(token_ptr + gl.minimum(rows, end - 1))
             cols = gl.arange(0, BK, layout=gl.SliceLayout(0, layout))
-            row_at = token.to(gl.int64) * row_vectors * 8
-            at = a_ptr + row_at[:, None] + cols[None, :]
+            vector = next_token * row_vectors
+        next_e, next_start, next_col, next_token = next_tile(
+            t + gl.num_programs(0), count, row_tiles, col_tiles, token_ptr, expert_ptr, start_ptr,
+            end_ptr, GATHER, BM, GROUP, by_row,
+        )  # fmt: skip
         for k in range(steps):
             filled = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -84,6 +109,8 @@ def produce_rows(
                     w_desc, [e, k * BK, col], filled, w_bufs.index(stage)
                 )
             if GATHER:
+                at = a_ptr + vector.to(gl.int64)[:, None] * 8 + cols[None, :]
+                vector += BK // 8
                 if EVEN:
                     async_copy.async_copy_global_to_shared(a_bufs.index(stage), at)
                 else:
@@ -91,13 +118,16 @@ def produce_rows(
                     async_copy.async_copy_global_to_shared(
                         a_bufs.index(stage), at, mask=inside[None, :]
                     )
-                async_copy.mbarrier_arrive(filled, increment_count=False)
-                at += BK
+                async_copy.commit_group()
+                arrive_behind(full, behind, 1)
+                behind = stage
             else:
                 tma.async_copy_global_to_shared(
                     a_desc, [start, k * BK], filled, a_bufs.index(stage)
                 )
             stage, phase = next_stage(stage, phase, STAGES)
+    if GATHER:
+        arrive_behind(full, behind, 0)
 
 
 # ----------------------------------------------------------------------------------------- consumer
@@ -106,12 +136,10 @@ def produce_rows(
 @gluon.jit
 def multiply(
     acc, a_bufs, w_bufs, full, stage, phase, use_acc,
-    GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
 ):  # fmt: skip
     """Starts one product of the ring; finish it with `warpgroup_mma_wait`."""
     mbarrier.wait(full.index(stage), phase)
-    if GATHER:
-        fence_async_shared()  # wgmma reads what cp.async wrote
     a = a_bufs.index(stage)
     w = w_bufs.index(stage)
     if TRANSPOSED:
@@ -123,15 +151,18 @@ def multiply(
 
 @gluon.jit
 def _store_part(
-    part, out_desc, act_desc, out_smem, act_smem, bound, end, col,
+    part, out_desc, act_desc, out_bufs, act_bufs, bound, end, col, PART: gl.constexpr,
     ACT: gl.constexpr, STORE_OUT: gl.constexpr, BM: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     """Stores one part of a finished tile: the product and, with ACT, SwiGLU of its pairs."""
+    STORES: gl.constexpr = 2 if ACT and STORE_OUT else 1
+    out_smem = out_bufs.index(PART % 2)
+    act_smem = act_bufs.index(PART % 2)
     if ACT:
         gate, up = unpack_pair(part)
         act = (silu(gate) * up).to(gl.bfloat16)
         act = gl.convert_layout(act, mma_layout(COLS // 2, gl.num_warps()))
-    tma.store_wait(pendings=0)
+    tma.store_wait(pendings=STORES)  # the last part may still be read, from the other buffers
     if STORE_OUT:
         words: gl.constexpr = [BM, COLS // 2]
         out_smem._reinterpret(gl.int32, words, nvmma(words, gl.int32)).store(part)
@@ -147,10 +178,10 @@ def _store_part(
 @gluon.jit
 def _consume(
     out_desc, act_desc, scale_ptr, start_ptr, end_ptr, row_tiles, col_tiles, steps,
-    a_bufs, w_bufs, full, empty, out_smem, act_smem,
-    GATHER: gl.constexpr, TRANSPOSED: gl.constexpr, ACT: gl.constexpr, STORE_OUT: gl.constexpr,
+    a_bufs, w_bufs, full, empty, out_bufs, act_bufs,
+    TRANSPOSED: gl.constexpr, ACT: gl.constexpr, STORE_OUT: gl.constexpr,
     SCALE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, DOUBLE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = mma_layout(BN, gl.num_warps())
     COLS: gl.constexpr = BN // PARTS
@@ -169,23 +200,26 @@ def _consume(
             rows = start + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
             scale = gl.load(scale_ptr + gl.minimum(rows, end - 1))
         before = stage
+        also = stage
         for i in gl.static_range(PARTS):
-            acc = multiply(
-                acc, a_bufs, w_bufs, full, stage, phase, i > 0, GATHER, TRANSPOSED, BN, BK
-            )
+            acc = multiply(acc, a_bufs, w_bufs, full, stage, phase, i > 0, TRANSPOSED, BN, BK)
             if i > 0:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 mbarrier.arrive(empty.index(before), count=1)
-            _store_part(
-                held[i], out_desc, act_desc, out_smem, act_smem,
-                held_bound, held_end, held_col + i * COLS, ACT, STORE_OUT, BM, COLS,
-            )  # fmt: skip
+                if i <= DOUBLE:
+                    mbarrier.arrive(empty.index(also), count=1)
             before = stage
             stage, phase = next_stage(stage, phase, STAGES)
-        for _ in range(PARTS, steps):
-            acc = multiply(
-                acc, a_bufs, w_bufs, full, stage, phase, True, GATHER, TRANSPOSED, BN, BK
-            )
+            if i < DOUBLE:
+                acc = multiply(acc, a_bufs, w_bufs, full, stage, phase, True, TRANSPOSED, BN, BK)
+                also = stage
+                stage, phase = next_stage(stage, phase, STAGES)
+            _store_part(
+                held[i], out_desc, act_desc, out_bufs, act_bufs,
+                held_bound, held_end, held_col + i * COLS, i, ACT, STORE_OUT, BM, COLS,
+            )  # fmt: skip
+        for _ in range(PARTS + DOUBLE, steps):
+            acc = multiply(acc, a_bufs, w_bufs, full, stage, phase, True, TRANSPOSED, BN, BK)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(before), count=1)
             before = stage
@@ -201,8 +235,8 @@ def _consume(
         held_col = col_tile * BN
     for i in gl.static_range(PARTS):
         _store_part(
-            held[i], out_desc, act_desc, out_smem, act_smem,
-            held_bound, held_end, held_col + i * COLS, ACT, STORE_OUT, BM, COLS,
+            held[i], out_desc, act_desc, out_bufs, act_bufs,
+            held_bound, held_end, held_col + i * COLS, i, ACT, STORE_OUT, BM, COLS,
         )  # fmt: skip
     tma.store_wait(pendings=0)
 
@@ -216,8 +250,8 @@ def _rows_kernel(
     expert_ptr, start_ptr, end_ptr, count_ptr, vectors, row_vectors, steps, col_tiles,
     GATHER: gl.constexpr, EVEN: gl.constexpr, TRANSPOSED: gl.constexpr, ACT: gl.constexpr,
     STORE_OUT: gl.constexpr, SCALE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
-    PRODUCER_WARPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, DOUBLE: gl.constexpr,
+    GROUP: gl.constexpr, PRODUCER_WARPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     COLS: gl.constexpr = BN // PARTS
     W_BLOCK: gl.constexpr = [1, BN, BK] if TRANSPOSED else [1, BK, BN]
@@ -227,18 +261,18 @@ def _rows_kernel(
     w_bufs = gl.allocate_shared_memory(gl.bfloat16, stack(STAGES, W_BLOCK), nvmma(W_BLOCK))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    init_ring(full, empty, STAGES, PRODUCER_WARPS * 32 if GATHER else 0)
-    out_smem = gl.allocate_shared_memory(gl.bfloat16, OUT_BLOCK, nvmma(OUT_BLOCK))
-    act_smem = out_smem
+    init_ring(full, empty, STAGES, 1 if GATHER else 0)
+    out_bufs = gl.allocate_shared_memory(gl.bfloat16, stack(2, OUT_BLOCK), nvmma(OUT_BLOCK))
+    act_bufs = out_bufs
     if ACT:
-        act_smem = gl.allocate_shared_memory(gl.bfloat16, ACT_BLOCK, nvmma(ACT_BLOCK))
+        act_bufs = gl.allocate_shared_memory(gl.bfloat16, stack(2, ACT_BLOCK), nvmma(ACT_BLOCK))
     row_tiles = gl.load(count_ptr)
     gl.warp_specialize(
         [
             (_consume, (
                 out_desc, act_desc, scale_ptr, start_ptr, end_ptr, row_tiles, col_tiles, steps,
-                a_bufs, w_bufs, full, empty, out_smem, act_smem,
-                GATHER, TRANSPOSED, ACT, STORE_OUT, SCALE, BM, BN, BK, STAGES, PARTS, GROUP,
+                a_bufs, w_bufs, full, empty, out_bufs, act_bufs,
+                TRANSPOSED, ACT, STORE_OUT, SCALE, BM, BN, BK, STAGES, PARTS, DOUBLE, GROUP,
             )),
             (produce_rows, (
                 a_desc, a_ptr, token_ptr, w_desc, expert_ptr, start_ptr, end_ptr, row_tiles,
@@ -282,7 +316,8 @@ def _launch(
         I // 8, a_RI.stride(0) // 8, steps, col_tiles,
         GATHER=gather, EVEN=not gather or steps * c.bk == I, TRANSPOSED=transposed,
         ACT=act_RN is not None, STORE_OUT=out_RO is not None, SCALE=scale_R is not None,
-        BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages, PARTS=c.parts, GROUP=c.group,
+        BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages, PARTS=c.parts, DOUBLE=c.doubles(steps),
+        GROUP=c.group,
         PRODUCER_WARPS=4 if gather else 1, PRODUCER_REGISTERS=40 if gather else 24, num_warps=8,
     )  # fmt: skip
 

@@ -29,6 +29,8 @@ def test_operands_they_can_do():
         assert word in hopper.why_not(*other)
     for (D, N), word in {(60, 32): "D=60", (64, 12): "N=12"}.items():
         assert word in hopper.why_not(*_operands(D, N)[0])
+    many = torch.empty(2**28, 64, dtype=BF16, device="meta")
+    assert "numbers in x" in hopper.why_not(many, *_operands()[0][1:])
     assert "float16" in hopper.why_not(*_operands(dtype=torch.float16)[0])
 
 
