@@ -25,6 +25,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -241,17 +242,19 @@ def start_workers(count: int) -> list[Worker]:
     return workers
 
 
-def train_all(runs: list[Run], jobs: int, time_limit: float | None, keep: bool) -> bool:
+def train_all(runs: list[Run], jobs: int, end: float, keep: bool) -> bool:
     """Train what is not done, `jobs` at a time; whether everything was started and ended by itself.
+
+    Args:
+        end: when to stop, on the clock of `time.monotonic`.
 
     The first run goes alone until its first logged step: meanwhile it tokenises the text and tunes
     kernels, which all others then find.
     """
     waiting = deque(run for run in runs if not run.done)
     total, finished = len(waiting), 0
-    if not waiting or (time_limit is not None and time_limit <= 0):
+    if not waiting or time.monotonic() >= end:
         return not waiting
-    started = time.monotonic()
     asked: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: asked.append(number))
@@ -262,8 +265,7 @@ def train_all(runs: list[Run], jobs: int, time_limit: float | None, keep: bool) 
     stopping = False
     try:
         while True:
-            out_of_time = time_limit is not None and time.monotonic() - started > time_limit
-            if (asked or out_of_time) and not stopping:
+            if (asked or time.monotonic() > end) and not stopping:
                 stopping = True
                 for worker in workers:
                     if worker.run is not None:
@@ -360,7 +362,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FOLDER",
         help="an OUT of another command whose finished runs count too; may be repeated",
     )
-    parser.add_argument("--time-limit", type=float, metavar="S", help="stop after S seconds")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="S", help="stop what is left after S seconds"
+    )
     parser.add_argument(
         "--keep-checkpoints", action="store_true", help="do not delete those of finished runs"
     )
@@ -384,6 +388,8 @@ def read_seeds(word: str) -> range:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    limit = math.inf if options.time_limit is None else options.time_limit
+    end = time.monotonic() + limit
     words = [word for word in options.inputs if "=" in word]
     files = [Path(word) for word in options.inputs if "=" not in word]
     sweeps: list[tuple[Path, SweepFile, list[Run]]] = []
@@ -415,7 +421,7 @@ def main(arguments: list[str] | None = None) -> int:
     ordered = sorted(unique.values(), key=lambda run: run.seed)
     missing = sum(not run.done for run in ordered)
     print(f"{len(ordered)} runs, {missing} to train, {options.jobs} at a time; folder {out}")
-    whole = train_all(ordered, options.jobs, options.time_limit, options.keep_checkpoints)
+    whole = train_all(ordered, options.jobs, end, options.keep_checkpoints)
 
     command = "python scripts/sweep.py " + " ".join(
         sys.argv[1:] if arguments is None else arguments
