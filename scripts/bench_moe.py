@@ -149,7 +149,7 @@ def errors(name: str, shape, balanced: bool) -> dict[str, float]:
 
 
 def bench(args, shapes: dict) -> list[dict]:
-    rows = []
+    rows: list[dict] = []
     for label, shape in shapes.items():
         print(f"\n{label}: T, D, N, E, K = {shape}", flush=True)
         for name in args.peers:
@@ -161,7 +161,10 @@ def bench(args, shapes: dict) -> list[dict]:
                 row = {"name": name, "shape": shape, "label": label}
                 try:
                     row |= measure(name, shape, Route(shape, balanced), graph=args.graph)
-                    row |= {"errors": errors(name, shape, balanced)}
+                    if args.errors == "all" or (
+                        args.errors == "own" and name.startswith("tessera")
+                    ):
+                        row |= {"errors": errors(name, shape, balanced)}
                 except ImportError as error:
                     row["absent"] = str(error)
                 except Exception as error:
@@ -185,7 +188,29 @@ def bench(args, shapes: dict) -> list[dict]:
                 }  # fmt: skip
                 rows.append(row)
                 print(line(row), flush=True)
+        for text in ratios(rows, label):
+            print(text, flush=True)
+        write(args, "layers", rows)  # of a long run something is left when it is cut short
     return rows
+
+
+def ratios(rows: list[dict], label: str) -> list[str]:
+    """Speed of "tessera" over each other row of the same routing (the bound has one), both ways."""
+    speeds = {
+        (r["name"], r["routing"]): r["both TFLOP/s"]
+        for r in rows
+        if r.get("label") == label and "both TFLOP/s" in r
+    }
+    lines = []
+    for (name, routing), own in speeds.items():
+        if name == "tessera":
+            others = (
+                f"{peer} {own / speed:.2f}"
+                for (peer, how), speed in speeds.items()
+                if peer != name and (how == routing or peer == "cuBLAS bound")
+            )
+            lines.append(f"  tessera {routing} over: " + ", ".join(others))
+    return lines
 
 
 def line(row: dict) -> str:
@@ -421,6 +446,13 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def write(args, kind: str, rows: list[dict]) -> None:
+    result = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "flops": FORMULA}
+    result |= {"graph": args.graph, "rows": rows}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{kind}.json").write_text(json.dumps(result, indent=1))
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -437,6 +469,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
     parser.add_argument(
         "--graph", action="store_true", help="replay CUDA graphs: the device's time alone"
+    )
+    parser.add_argument(
+        "--errors",
+        default="all",
+        choices=("all", "own", "none"),
+        help="whose errors are measured: a small shape more, which peers tune for again",
     )
     parser.add_argument("--no-bound", dest="bound", action="store_false")
     parser.add_argument("--seconds", type=float, default=300, help="stop starting rows after this")
@@ -468,11 +506,8 @@ def main() -> None:
         rows = bench_rounding(args)
     else:
         rows = bench(args, shapes)
-    args.out.mkdir(parents=True, exist_ok=True)
     kind = "tune" if args.tune else "rounding" if args.rounding else "layers"
-    result = {"card": card, "torch": torch.__version__, "flops": FORMULA, "graph": args.graph}
-    result["rows"] = rows
-    (args.out / f"{kind}.json").write_text(json.dumps(result, indent=1))
+    write(args, kind, rows)
     if not args.tune:
         plot(rows, args.out / f"{kind}.png")
     print(f"\nwritten to {args.out}/{kind}.json")

@@ -1,0 +1,38 @@
+"""What bench_moe says of its rows, and what it leaves when it is cut short; no GPU needed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+
+def _row(name: str, routing: str, speed: float, label: str = "a") -> dict:
+    return {"label": label, "name": name, "routing": routing, "both TFLOP/s": speed}
+
+
+def test_ratios_compare_equal_routing_and_the_bound(script):
+    bench_moe = script("bench_moe")
+    rows = [
+        _row("tessera", "random", 10.0),
+        _row("tessera", "balanced", 12.0),
+        _row("SonicMoE", "random", 8.0),
+        _row("cuBLAS bound", "balanced", 16.0),
+        _row("SonicMoE", "random", 1.0, label="b"),
+        {"label": "a", "name": "Liger", "failed": "ImportError"},
+    ]
+    assert bench_moe.ratios(rows, "a") == [
+        "  tessera random over: SonicMoE 1.25, cuBLAS bound 0.62",
+        "  tessera balanced over: cuBLAS bound 0.75",
+    ]
+    assert bench_moe.ratios(rows, "b") == []
+
+
+def test_rows_are_written_as_they_come(script, tmp_path, monkeypatch):
+    bench_moe = script("bench_moe")
+    monkeypatch.setattr(bench_moe.torch.cuda, "get_device_name", lambda: "a card")
+    args = SimpleNamespace(graph=False, out=tmp_path / "new")
+    for rows in ([], [_row("tessera", "random", 1.0)]):
+        bench_moe.write(args, "layers", rows)
+        found = json.loads((tmp_path / "new" / "layers.json").read_text())
+        assert found["rows"] == rows
+        assert found["card"] == "a card"
