@@ -67,6 +67,14 @@ def active_parameters(config: Config, counts: dict[str, int]) -> int:
 OFFLOADED = ["parallel.offload=cpu", "parallel.offload_weights=cpu"]
 
 
+def padding(config: Config) -> int:
+    """Zeros that an exported folder has beside the parameters: experts are padded to the widest."""
+    model = config.model.config
+    widths = [model.expert_widths(layer) or () for layer in model.moe_layers]
+    missing = sum(model.expert_size - width for layer in widths for width in layer)
+    return 3 * model.hidden_size * missing
+
+
 def remedies(config: Config, overrides: list[str], path: str) -> Iterator[tuple[str, Config]]:
     """Changes that need less memory, the cheapest first, each as (what to type, its config)."""
     train = config.train
@@ -173,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     kept = DTYPES[weights].itemsize + 2 * DTYPES[moments].itemsize
     rows += [
         ("checkpoint on disk", _gib(kept * total), f"GiB: {weights} weights, {moments} moments"),
-        ("Hugging Face folder", _gib(2 * total), "GiB in bfloat16"),
+        ("Hugging Face folder", _gib(2 * (total + padding(config))), "GiB in bfloat16"),
     ]
     show("work", rows)
     return verdict(options, config, plan, memory)

@@ -87,7 +87,7 @@ class Split(NamedTuple):
 
 def chunk_size(entries: int, rows: int) -> int:
     """Entries an item may have: twice the mean row, so that even rows are not cut."""
-    return min(1024, max(128, size_class(2 * entries // max(rows, 1))))
+    return min(1024, max(64, size_class(2 * entries // max(rows, 1))))
 
 
 def split_rows(indptr_M1: Tensor, entries: int, chunk: int) -> Split | None:
@@ -207,7 +207,7 @@ def _spmm_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _parts_kernel(
     parts_ptr, first_part_ptr, split_row_ptr, add_ptr, out_ptr, M, N, stride_add, alpha, beta,
-    ADD: tl.constexpr, BN: tl.constexpr,
+    ADD: tl.constexpr, BN: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     row = tl.load(split_row_ptr + tl.program_id(0))
     real = row < M
@@ -216,12 +216,14 @@ def _parts_kernel(
     some = (cols < N) & real
     first = tl.load(first_part_ptr + row)
     last = tl.where(real, tl.load(first_part_ptr + row + 1), first)
-    acc = tl.zeros((BN,), dtype=tl.float32)
-    at = first.to(tl.int64) * N + cols
-    for _ in tl.range(first, last):
-        acc += tl.load(parts_ptr + at, mask=some, other=0.0)
-        at += N
-    _finish(acc, add_ptr, out_ptr, row, cols, some, N, stride_add, alpha, beta, ADD)
+    acc = tl.zeros((U, BN), dtype=tl.float32)
+    for p in tl.range(first, last, U):  # U parts are on their way together
+        parts = p + tl.arange(0, U)
+        at = parts.to(tl.int64)[:, None] * N + cols[None, :]
+        mask = (parts < last)[:, None] & some[None, :]
+        acc += tl.load(parts_ptr + at, mask=mask, other=0.0)
+    total = tl.sum(acc, axis=0)
+    _finish(total, add_ptr, out_ptr, row, cols, some, N, stride_add, alpha, beta, ADD)
 
 
 # ----------------------------------------------------------------------------------------- launcher
@@ -295,10 +297,10 @@ def spmm_triton(
             BN=c.bn, U=c.unroll, num_warps=c.warps,
         )  # fmt: skip
         if split is not None and split.row_J.shape[0]:
-            BN = min(512, size_class(max(N, 16)))
+            BN = min(256, size_class(max(N, 16)))
             _parts_kernel[(split.row_J.shape[0], triton.cdiv(N, BN))](
                 parts, split.part_M1, split.row_J, add_MN, out_MN, M, N, stride_add, alpha, beta,
-                ADD=add_MN is not None, BN=BN, num_warps=max(1, BN // 128),
+                ADD=add_MN is not None, BN=BN, U=8, num_warps=max(1, BN // 128),
             )  # fmt: skip
     return out_MN
 

@@ -254,3 +254,17 @@ def test_mistakes_end_with_code_2(tmp_path, estimate, capsys, monkeypatch, words
         estimate.main([str(write(tmp_path)), *words])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_experts_of_different_widths_is_padded(script, tmp_path):
+    from types import SimpleNamespace
+
+    from models.build import build_model
+    from models.hf import export_hf
+    from tests.models.test_mixed_widths import config
+
+    model = build_model(config())
+    written = export_hf(model, tmp_path / "out")
+    run = SimpleNamespace(model=SimpleNamespace(config=config()))
+    own = sum(parameter.numel() for parameter in model.parameters())
+    assert written.bytes == 4 * (own + script("estimate").padding(run))

@@ -225,7 +225,7 @@ def test_split_rows_covers_every_entry_once():
     assert Pattern(one, many, (1, 5000), longest=1000).split is None
     assert CSR.from_dense(torch.eye(300)).pattern.longest == 1
     assert chunk_size(4096 * 41, 4096) == 128
-    assert chunk_size(0, 0) == 128
+    assert chunk_size(0, 0) == 64
     assert chunk_size(1 << 30, 2) == 1024
 
 
