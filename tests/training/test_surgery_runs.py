@@ -41,9 +41,9 @@ EVENTS = (
 )
 POLICY = [
     "surgery.policy=resize",
-    "surgery.every=2",
+    "surgery.every=1",
     "surgery.retire_below=0.9",
-    "surgery.retire_after=1",
+    "surgery.retire_after=2",
     "surgery.cooldown=1",
     "surgery.clone_above=1.01",
 ]
@@ -126,7 +126,6 @@ def test_the_policy_resizes_and_goes_on_bit_for_bit(tiny_config, monkeypatch, tm
     assert train.main([*words, "run.name=whole"]) == 0
     whole = tmp_path / "runs" / "whole"
     told = of_run(whole, *CHANGED)
-    assert {event["step"] for event in told} <= {2, 4, 6, 8}
     assert {event["change"] for event in told} == {"clone", "retire"}
     assert train.main([*words, "run.name=dry", "surgery.dry_run=true"]) == 0
     dry = tmp_path / "runs" / "dry"
