@@ -3,6 +3,7 @@
     python scripts/bench_moe.py                              all six shapes, ours and torch
     python scripts/bench_moe.py --shapes 0,3 --seconds 200   two of them, in bounded time
     python scripts/bench_moe.py --tune --shapes 0            each kernel alone, each configuration
+    python scripts/bench_moe.py --profile --shapes 0,1       every launch: its time, the gap before
     python scripts/bench_moe.py --rounding                   token rounding beside plain top-K
     python scripts/bench_moe.py --rounding --graph           the same replayed as CUDA graphs
 
@@ -261,6 +262,66 @@ def bench_rounding(args) -> list[dict]:
     return rows
 
 
+# ------------------------------------------------------------------------------------------ profile
+
+
+def profile(args, shapes: dict) -> list[dict]:
+    """Forward and backward of ours, launch by launch: microseconds, and gaps before them."""
+    rows: list[dict] = []
+    for label, shape in shapes.items():
+        print(f"\n{label}: T, D, N, E, K = {shape}", flush=True)
+        torch.cuda.empty_cache()
+        layer = PEERS["tessera"](shape, Route(shape, args.routings[0]))
+        inputs = [t.requires_grad_() for t in operands(shape)]
+        dout = torch.randn_like(inputs[0])
+
+        def both(layer=layer, inputs=inputs, dout=dout):
+            torch.autograd.grad(layer(*inputs), inputs, dout)
+
+        eager_ms, graph_ms = median_ms(both), median_ms(captured(both))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(10):
+            both()
+        host_ms = (time.perf_counter() - began) * 100
+        torch.cuda.synchronize()
+        launches = timeline(both)
+        busy = sum(launch["us"] for launch in launches)
+        print(
+            f"  host {host_ms:.2f} ms a call, device {eager_ms:.2f} ms, as a CUDA graph "
+            f"{graph_ms:.2f} ms; {len(launches)} launches, busy {busy / 1000:.2f} ms"
+        )
+        for launch in launches:
+            gap = f"   after a gap of {launch['gap us']:.0f}" if launch["gap us"] > 2 else ""
+            print(f"  {launch['us']:8.1f} us  {launch['name'][:60]}{gap}")
+        rows.append({"label": label, "shape": shape, "host ms": host_ms, "eager ms": eager_ms,
+                     "graph ms": graph_ms, "launches": launches})  # fmt: skip
+        write(args, "profile", rows)
+    return rows
+
+
+def timeline(run: Callable[[], object], repeats: int = 3) -> list[dict]:
+    """What the device did in the last of a few calls, in order."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    events = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Synchronize" not in event.name
+    )
+    events = events[len(events) * (repeats - 1) // repeats :]
+    launches, last = [], events[0][0]
+    for start, end, name in events:
+        launches.append({"name": name, "us": end - start, "gap us": max(start - last, 0)})
+        last = max(last, end)
+    return launches
+
+
 # --------------------------------------------------------------------------------------------- tune
 
 
@@ -466,6 +527,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--routing", default="both", choices=("both", "random", "balanced"))
     parser.add_argument("--tune", action="store_true", help="time every kernel's configurations")
     parser.add_argument("--kernels", default="", help="with --tune: up,down,dH,dX,dW1,dW2,combine")
+    parser.add_argument("--profile", action="store_true", help="time every launch of ours")
     parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
     parser.add_argument(
         "--graph", action="store_true", help="replay CUDA graphs: the device's time alone"
@@ -502,13 +564,16 @@ def main() -> None:
     print(f"{card}, torch {torch.__version__}; {FORMULA}", flush=True)
     if args.tune:
         rows = tune(args, shapes)
+    elif args.profile:
+        rows = profile(args, shapes)
     elif args.rounding:
         rows = bench_rounding(args)
     else:
         rows = bench(args, shapes)
-    kind = "tune" if args.tune else "rounding" if args.rounding else "layers"
+    kinds = {"tune": args.tune, "profile": args.profile, "rounding": args.rounding, "layers": True}
+    kind = next(name for name, asked in kinds.items() if asked)
     write(args, kind, rows)
-    if not args.tune:
+    if kind in ("rounding", "layers"):
         plot(rows, args.out / f"{kind}.png")
     print(f"\nwritten to {args.out}/{kind}.json")
 

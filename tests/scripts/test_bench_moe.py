@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import torch
+
 
 def _row(name: str, routing: str, speed: float, label: str = "a") -> dict:
     return {"label": label, "name": name, "routing": routing, "both TFLOP/s": speed}
@@ -36,3 +38,37 @@ def test_rows_are_written_as_they_come(script, tmp_path, monkeypatch):
         found = json.loads((tmp_path / "new" / "layers.json").read_text())
         assert found["rows"] == rows
         assert found["card"] == "a card"
+
+
+def test_timeline_is_the_last_call_with_its_gaps(script, monkeypatch):
+    bench_moe = script("bench_moe")
+    on_gpu = torch.autograd.DeviceType.CUDA
+    events = [
+        SimpleNamespace(time_range=SimpleNamespace(start=a, end=b), name=name, device_type=on_gpu)
+        for call in (0, 1000, 2000)
+        for a, b, name in ((call, call + 10, "one"), (call + 14, call + 20, "two"))
+    ]
+    events.append(SimpleNamespace(device_type=torch.autograd.DeviceType.CPU, name="host",
+                                  time_range=SimpleNamespace(start=0, end=9000)))  # fmt: skip
+
+    class Recorded:
+        def __init__(self, activities):
+            self.calls = 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def events(self):
+            return events[::-1]
+
+    monkeypatch.setattr(torch.profiler, "profile", Recorded)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = []
+    assert bench_moe.timeline(lambda: calls.append(1)) == [
+        {"name": "one", "us": 10, "gap us": 0},
+        {"name": "two", "us": 6, "gap us": 4},
+    ]
+    assert len(calls) == 3
