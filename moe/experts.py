@@ -191,7 +191,7 @@ def experts(
         activation: swiglu, geglu, reglu (gated), relu2, gelu or silu; see
         `moe.kernels.activations`. b1_EH, b2_ED: biases or None.
         save: what is kept for backward of the pre-activations: "h" all, "fp8_h" a float8 copy with
-            a scale for each row (half the bytes, gradients 2 to 3 % off by norm; bfloat16 and
+            a scale for each row (half the bytes, gradients 3 to 4 % off by norm; bfloat16 and
             float16), "x" nothing, they are computed again.
         backend: "auto", "triton", "hopper" (see `moe.kernels.hopper`), "reference", or "spmm" for
             products of sparse matrices (`moe.sparse.experts`; no biases, no main_grads,

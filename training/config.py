@@ -121,7 +121,7 @@ class ModelSection(Section):
     can run; plain PyTorch elsewhere; spmm: products of sparse matrices, for comparison."""
     save: Literal["h", "fp8_h", "x"] = "h"
     """What an expert layer keeps for its backward pass: its pre-activations (h), a float8 copy of
-    them (fp8_h: half the memory, gradients 2 to 3 % off, bfloat16 only), or only its input (x),
+    them (fp8_h: half the memory, gradients 3 to 4 % off, bfloat16 only), or only its input (x),
     which is least memory and one more matrix product."""
     config: ModelConfig = Field(repr=False)
     """The architecture, resolved from the remaining keys, `hf_config` and `init_from`."""
