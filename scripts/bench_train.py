@@ -304,6 +304,11 @@ def main(arguments: list[str] | None = None) -> int:
         f"{', compiled' if plan.compile else ''}; {card}, torch {torch.__version__}",
         flush=True,
     )
+    flops, peak = flops_per_token(config.model.config, config.data.seq_len), None
+    if plan.device == "cuda":
+        peak = peak_flops(torch.device(plan.device))
+    known = "" if peak is None else f"; MFU = tokens/s x that / {peak / 1e12:.0f} TFLOP/s"
+    print(f"{flops / 1e9:.2f} GFLOP a token, forward and backward{known}", flush=True)
     kinds = {"both": (False, True), "real": (False,), "balanced": (True,)}[args.routing]
     found = {"card": card, "torch": torch.__version__, "command": overrides, "rows": []}
 
