@@ -185,12 +185,13 @@ def _compile() -> None:
             w, m, v, g = states(1 << 14, weights, moments)
             copy = torch.empty(1 << 14, dtype=BF16) if weights == torch.float32 else None
             adamw_triton(w, copy, m, v, g, rates())
+            adamw_triton(w, copy, m, v, g.bfloat16(), rates(), first=1 << 33)
 
 
 @needs_tools
 def test_compiles_for_hopper_without_spills(tmp_path):
     rows = rows_of(__file__, tmp_path)
-    assert len(rows) == 4
+    assert len(rows) == 8
     for row in rows:
         assert row["spilled bytes"] == 0 and row["registers"] <= 80, row
 

@@ -34,6 +34,11 @@ COMBINATIONS = {
     ],
     "bfloat16 states, rounded at random": [
         "train.dtype=bfloat16", "optim.weights=bfloat16", "optim.moments=bfloat16",
+        "train.micro_batch_size=4",  # a step is one micro-batch: no buffer for gradients
+    ],
+    "bfloat16 moments, recomputed": [
+        "train.dtype=bfloat16", "optim.moments=bfloat16", "train.checkpointing=full",
+        "train.micro_batch_size=4",
     ],
     "revived, average": [
         "router.revive_after=1", "router.init_std=5", "router.ema=0.9", FREE,
