@@ -27,5 +27,5 @@ if [ $# -eq 0 ]; then
     set -- tests/gpu/test_hopper.py tests/gpu/test_experts_gpu.py tests/gpu/test_router_gpu.py \
         tests/gpu/test_sparse.py -k "$small"
 fi
-export PYTORCH_NO_CUDA_MEMORY_CACHING=1 TESSERA_TUNE=0 PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 TESSERA_TUNE="${TESSERA_TUNE:-0}" PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 "$tool" --tool memcheck --error-exitcode 9 "${PYTHON:-python}" -m pytest -q -p no:cacheprovider "$@"
