@@ -63,6 +63,7 @@ CASES = {
     "fewer experts than ranks": Case(nodes=1, expert=1, family="mixtral", changes=FEW),
     "recomputed attention": Case(family="olmoe", checkpointing="selective"),
     "tied weights": Case(family="qwen3_moe_sparse_step"),
+    "all tokens to all": Case(options=ExpertParallelOptions(schedule="whole"), family="olmoe"),
     "offload to host memory": Case(offload=Offload("cpu"), nodes=4),
     "weights too": Case(offload=Offload("cpu", "cpu")),
     "weights alone": Case(offload=Offload(weights="cpu"), nodes=1, expert=1),

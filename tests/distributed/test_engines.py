@@ -60,6 +60,7 @@ CASES = {
     "recomputed blocks": Case(checkpointing="full", options=ExpertParallelOptions(chunks=3)),
     "4 nodes, experts twice, recomputed attention": Case(checkpointing="selective", nodes=4),
     "compiled blocks": Case(compiled=True, checkpointing="full"),
+    "all tokens to all": Case(options=ExpertParallelOptions(schedule="whole")),
     "pairwise": Case(nodes=4, expert=4, options=ExpertParallelOptions(schedule="pairwise")),
 }
 TRAINED = {
