@@ -110,6 +110,14 @@ def start(job: Job) -> None:
     if config.model.kernels == "spmm":
         experts = f"products of sparse matrices ({experts})"
     log.say(f"kernels: experts {experts}, loss {loss_backend(probe)}")
+    optim = config.optim
+    if "bfloat16" in (optim.weights, optim.moments):
+        log.say(
+            f"AdamW: weights in {optim.weights}, moments in {optim.moments}, bfloat16 by "
+            "stochastic rounding (routers: float32)"
+        )
+    if config.train.cuda_graph:
+        log.say("steps are captured as CUDA graphs")
     relu = config.router.score == "relu"
     if job.model.config.moe_layers and (config.router.balance_coef or relu):
         name = "penalty of the gates" if relu else f"weight {config.router.balance_coef:g}"

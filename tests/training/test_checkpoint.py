@@ -70,6 +70,17 @@ def loaded_value(folder: Path) -> float:
     return tensors["adam_step"].item()
 
 
+def test_values_are_converted_where_a_run_keeps_another_dtype(tmp_path):
+    """float32 masters into bfloat16 weights, to the nearest; back exactly."""
+    wide = torch.linspace(-1, 1, 33)
+    for step, kept, given in ((1, wide, torch.bfloat16), (2, wide.bfloat16(), torch.float32)):
+        saver = Saver(tmp_path, World(), background=False)
+        saver.save(Snapshot(step, {"weights/w": kept}, {}, b""))
+        found = {"weights/w": torch.empty(33, dtype=given)}
+        load_tensors(saver.poll()[0].folder, found)
+        assert torch.equal(found["weights/w"], kept.to(given))
+
+
 # --- writing ------------------------------------------------------------------------------------
 
 
