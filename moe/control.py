@@ -132,6 +132,8 @@ class RouterControl:
                 f"bias_anneal={self.bias_anneal} must be two steps, the first before the second"
             )
 
+        if self.sample_until is not None and self.sample_until < 1:
+            raise ValueError(f"sample_until={self.sample_until} must be a step, 1 or more")
         if self.capacity is not None and not (math.isfinite(self.capacity) and self.capacity > 0):
             raise ValueError(f"capacity={self.capacity} must be a finite number above 0, or None")
         if self.capacity_drop not in DROPS:

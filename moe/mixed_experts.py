@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe.experts import _autocast
 from moe.kernels import ragged
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_width
@@ -123,8 +124,6 @@ def mixed_experts(
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, by name.
     """
-    from moe.experts import _autocast
-
     if routing.num_tokens != x_TD.shape[0]:
         raise ValueError(
             f"x_TD has {x_TD.shape[0]} tokens, the routing was made for {routing.num_tokens}"

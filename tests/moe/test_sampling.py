@@ -73,6 +73,8 @@ def test_the_temperature_falls_to_the_plain_choice():
         assert torch.equal(layer(x)[0], plain(x)[0]) == (step > 4), step
     assert found == [2.0, 1.5, 1.0, 0.5, 0.0, 0.0]
     assert [len(one) for one in said] == [0, 0, 0, 0, 1, 0]
+    with pytest.raises(ValueError, match="sample_until=0 must be a step"):
+        RouterControl(sample_until=0)
     begin_step(layer, 2)  # as after a restart
     assert layer.router.temperature.item() == 1.5
     assert not torch.equal(layer(x)[0], plain(x)[0])
