@@ -33,10 +33,10 @@ WORDS = (
 )
 LAYOUTS = {
     "experts over two": ("parallel.nodes=2", "parallel.expert=2"),
-    "the other engine, experts cut": ("parallel.engine=deepspeed", "parallel.expert=1"),
+    "the other engine, one copy": ("parallel.engine=deepspeed", "parallel.expert=1"),
 }
 if importlib.util.find_spec("deepspeed") is None:
-    del LAYOUTS["the other engine, experts cut"]
+    del LAYOUTS["the other engine, one copy"]
 
 
 def train(config: Path, folder: Path, name: str, world: int, *words: str) -> Path:
