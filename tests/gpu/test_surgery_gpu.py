@@ -3,6 +3,7 @@ compiled or captured anew."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 
@@ -21,6 +22,7 @@ from tests.training.test_loop import batch_of, router, rows
 from tests.training.test_surgery_runs import CHANGED, EVENTS, GLM, losses, of_run
 from tests.training.tiny import write_inputs
 from training import surgery
+from training.data.batch import make_batch
 from training.loop import agree_on_step, train_step
 from training.optim import MasterAdamW, parameter_groups
 from training.surgery import make_changes
@@ -147,6 +149,22 @@ def test_nothing_is_compiled_anew(monkeypatch, tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs[0]
 
 
+def long_batch(tokens_BL):
+    """One document a row."""
+    rows, length = tokens_BL.shape
+    positions_BL = torch.arange(length).repeat(rows, 1)
+    given = make_batch([None] * rows, ((-1, 0, 0),) * rows, length, 0)
+    return dataclasses.replace(
+        given,
+        tokens_BL=tokens_BL,
+        labels_BL=tokens_BL.roll(-1, 1),
+        positions_BL=positions_BL,
+        valid_BL=torch.ones_like(tokens_BL, dtype=torch.bool),
+        num_targets=tokens_BL.numel(),
+        num_tokens=tokens_BL.numel(),
+    )
+
+
 def test_a_change_costs_less_than_half_a_step():
     """OLMoE's experts, four layers of them: one change in each."""
     slots, layers = 64, 4
@@ -158,10 +176,10 @@ def test_a_change_costs_less_than_half_a_step():
     }  # fmt: skip
     model, optimizer = build(config, start_experts=slots - 1)
     worth = worth_of(model, optimizer, "taylor", slots)
-    tokens = torch.randint(0, 50304, (2, 4096))
+    given = long_batch(torch.randint(0, 50304, (2, 4096)))
     times = []
     for number in range(1, 9):
-        batches = [batch_of(tokens, tokens.roll(-1, 1)).to(CUDA)]
+        batches = [given.to(CUDA)]
         torch.cuda.synchronize()
         start = time.perf_counter()
         train_step(
