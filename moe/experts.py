@@ -31,6 +31,7 @@ from moe.kernels.down_forward import down_forward
 from moe.kernels.float8_rows import from_float8, to_float8
 from moe.kernels.float8_rows import why_not as why_not_float8
 from moe.kernels.input_gradient import input_gradient
+from moe.kernels.routing_metadata import slots_of_rows
 from moe.kernels.up_forward import up_forward
 from moe.kernels.weight_gradient import bias_gradient, weight_gradient
 from moe.routing import Routing
@@ -84,9 +85,12 @@ class _Experts(torch.autograd.Function):
                 slot_offsets_T1=slot_offsets_T1, backend=backend,
             )  # fmt: skip
         if with_grad:
+            # Of a routing with K slots for every token the slots tell the rows; backward inverts.
+            inverted = not permuted and slots_per_token is not None and num_rows == len(row_S)
+            kept_R = (None, None) if inverted else (token_R, slot_R)
             ctx.save_for_backward(
                 x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH if save_h else None, scale_R,
-                token_R, slot_R, row_S, offsets_E1, slot_offsets_T1, *(tiles or ())[:4],
+                *kept_R, row_S, offsets_E1, slot_offsets_T1, *(tiles or ())[:4],
             )  # fmt: skip
             ctx.tile_rows = tiles.rows if tiles else 0
             ctx.mains = (main_w1, main_w2)
@@ -109,6 +113,8 @@ class _Experts(torch.autograd.Function):
         need_x, need_w1, need_w2, need_gates, need_b1, need_b2 = ctx.needs_input_grad[:6]
         main_w1, main_w2 = ctx.mains
         backend = ctx.backend
+        if token_R is None and row_S is not None:
+            slot_R, token_R = slots_of_rows(row_S, offsets_E1, ctx.slots_per_token, backend=backend)
         dx = dw1 = dw2 = dgates = db1 = db2 = None
 
         do, do_token_R = dout, token_R

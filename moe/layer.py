@@ -23,7 +23,7 @@ from moe.experts import SAVE, experts
 from moe.kernels._triton import BACKENDS
 from moe.kernels.activations import activation_width
 from moe.kernels.ragged import Widths
-from moe.kernels.topk_gating import Gating
+from moe.kernels.topk_gating import Gating, MadeOf
 from moe.metrics import RouterStats
 from moe.mixed_experts import check_widths, mixed_experts
 from moe.rounding import (
@@ -301,7 +301,8 @@ class MoE(nn.Module):
         router_x_TD = self.router.jittered(x_TD)
         logits_TE = self.router.logits(router_x_TD)
         select_TE = self.router.selection_logits(router_x_TD, logits_TE, valid_T)
-        gating, routing, gate_sum_E = self._route(logits_TE, valid_T, select_TE)
+        made_of = None if self._keeps_logits(select_TE) else self.router.made_of(router_x_TD)
+        gating, routing, gate_sum_E = self._route(logits_TE, valid_T, select_TE, made_of)
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
@@ -393,8 +394,19 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared(x_TD)
         return (y_TD, *sums) if output_sums else y_TD
 
+    def _keeps_logits(self, select_TE: Tensor | None) -> bool:
+        """Whether something besides the gating keeps the logits for the backward."""
+        c = self.config
+        rounds = self.training and c.rounding is not None
+        others = select_TE is not None or c.sequence_stats or c.control.gradient != "plain"
+        return rounds or others or self.routing_hook is not None
+
     def _route(
-        self, logits_TE: Tensor, valid_T: Tensor | None, select_TE: Tensor | None
+        self,
+        logits_TE: Tensor,
+        valid_T: Tensor | None,
+        select_TE: Tensor | None,
+        made_of: MadeOf | None,
     ) -> tuple[Gating, Routing, Tensor | None]:
         c, router = self.config, self.router
         if c.score == "relu":
@@ -413,7 +425,7 @@ class MoE(nn.Module):
                 backend=c.kernels,
             )
             return gating, routing, None
-        gating, meta = router.choose_and_sort(logits_TE, valid_T, select_TE)
+        gating, meta = router.choose_and_sort(logits_TE, valid_T, select_TE, made_of)
         routing = Routing.from_topk(
             gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels, meta
         )

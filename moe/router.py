@@ -22,6 +22,7 @@ from moe.kernels.routing_metadata import RoutingMetadata
 from moe.kernels.topk_gating import (
     MOST_PER_TOKEN,
     Gating,
+    MadeOf,
     kept_groups,
     plain_scores,
     sanitised,
@@ -296,6 +297,13 @@ class Router(nn.Module):
             )
         return self._logits(x_TD, self.weight.detach() if self.frozen else self.weight)
 
+    def made_of(self, x_TD: Tensor) -> MadeOf | None:
+        """What `logits(x_TD)` is a plain product of; None where it is not: amplitudes, masks."""
+        if self.config.amplitude or self.active_E is not None or self.exclusive:
+            return None
+        weight_ED = self.weight.detach() if self.frozen else self.weight
+        return x_TD.detach(), weight_ED.detach(), self.config.kernels
+
     def _logits(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         logits_TE = router_logits(x_TD, weight_ED, self.config.kernels)
         if self.config.amplitude:
@@ -345,15 +353,18 @@ class Router(nn.Module):
         logits_TE: Tensor,
         valid_T: Tensor | None = None,
         select_TE: Tensor | None = None,
+        made_of: MadeOf | None = None,
     ) -> Gating:
         """Experts, gates and statistics of [T, E] logits; see `moe.kernels.topk_gating`.
 
         Args:
             select_TE: logits that choose the experts in place of `logits_TE`, which then gives
                 gates, probabilities and logsumexp alone.
+            made_of: `self.made_of(x_TD)`, if nothing else keeps the logits for the backward: then
+                this does not either.
         """
         k = self.active_k
-        gating = topk_gating(logits_TE, k, valid_T=valid_T, **self._form())
+        gating = topk_gating(logits_TE, k, valid_T=valid_T, made_of=made_of, **self._form())
         if select_TE is not None:
             with torch.no_grad():
                 chosen = topk_gating(select_TE, k, valid_T=valid_T, **self._form())
@@ -365,11 +376,14 @@ class Router(nn.Module):
         logits_TE: Tensor,
         valid_T: Tensor | None = None,
         select_TE: Tensor | None = None,
+        made_of: MadeOf | None = None,
     ) -> tuple[Gating, RoutingMetadata]:
         """`choose`, and the choice sorted by expert, in fewer launches than one after the other."""
         k = self.active_k
         if select_TE is None:
-            gating, meta = topk_routing(logits_TE, k, valid_T=valid_T, **self._form())
+            gating, meta = topk_routing(
+                logits_TE, k, valid_T=valid_T, made_of=made_of, **self._form()
+            )
         else:
             gating = topk_gating(logits_TE, k, valid_T=valid_T, **self._form())
             with torch.no_grad():
@@ -442,7 +456,8 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, valid_T: Tensor | None = None) -> Gating:
         logits_TE = self.logits(x_TD)
-        return self.choose(logits_TE, valid_T, self.selection_logits(x_TD, logits_TE, valid_T))
+        select_TE = self.selection_logits(x_TD, logits_TE, valid_T)
+        return self.choose(logits_TE, valid_T, select_TE, self.made_of(x_TD))
 
     def extra_repr(self) -> str:
         c = self.config

@@ -118,7 +118,8 @@ class Route:
             logits = router_logits(x, router)
             return round_tokens(logits, topk_gating(logits, self.K), self.rounding)
         if self.forced is None:
-            gating, meta = topk_routing(router_logits(x, router), self.K)
+            made_of = (x.detach(), router.detach(), "auto")
+            gating, meta = topk_routing(router_logits(x, router), self.K, made_of=made_of)
             return Routing.from_topk(gating.expert_TK, gating.gate_TK, self.E, meta=meta)
         _, expert_TK, gate_TK = self.choose(x, router)
         return Routing.from_topk(expert_TK, gate_TK, self.E)

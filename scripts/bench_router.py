@@ -178,8 +178,9 @@ def bench(shapes: list[tuple[int, int, int]]) -> list[dict]:
 
         def backward(z, gating=gating, grads=(d_gate, d_lse, d_prob)):
             return kernels._topk_gating_backward_triton(
-                z, gating.expert_TK, gating.gate_TK, *grads, "softmax", "topk_sum", 1.0
-            )
+                z, gating.expert_TK, gating.gate_TK, gating.lse_T, *grads, z.shape[1],
+                "softmax", "topk_sum", 1.0,
+            )  # fmt: skip
 
         row["backward_us"] = graph_us(backward, z)
         row["copy_gbs"], row["backward_copy_gbs"] = copy_gbs(nbytes), copy_gbs(back)
@@ -209,12 +210,12 @@ def bench(shapes: list[tuple[int, int, int]]) -> list[dict]:
 
 
 def tune(shapes: list[tuple[int, int, int]]) -> list[dict]:
-    """Every plan of the gating kernel, alone and with the metadata."""
+    """Every plan of the Triton gating kernel, alone and with the metadata, and what auto takes."""
     rows = []
     print("      T    E   K  plan                      gating us   with metadata us")
     for T, E, K in shapes:
         z = inputs(T, E)
-        plans = [{}, {"exact": 1}]
+        plans = [None, {}, {"exact": 1}]
         if kernels._fast_sizes(E, K):
             plans += [{"sub": 1, "each": e, "lanes": n} for n in (4, 8, 16) for e in (2, 6)]
             plans += [{"sub": 1, "each": 4, "warps": w, "lanes": n} for n in (4, 8) for w in (1, 2)]
@@ -226,10 +227,11 @@ def tune(shapes: list[tuple[int, int, int]]) -> list[dict]:
             plans += [{"each": e} for e in (1, 2, 4, 8)]
         for plan in plans:
             kernels.forced_plan.clear()
-            kernels.forced_plan.update(plan)
-            gating = graph_us(lambda z, K=K: topk_gating(z, K), z)
-            both = graph_us(lambda z, K=K: topk_routing(z, K), z)
-            name = str(plan) if plan else "as shipped"
+            kernels.forced_plan.update(plan or {})
+            ask = {"backend": "auto" if plan is None else "triton"}
+            gating = graph_us(lambda z, K=K, ask=ask: topk_gating(z, K, **ask), z)
+            both = graph_us(lambda z, K=K, ask=ask: topk_routing(z, K, **ask), z)
+            name = "auto" if plan is None else str(plan) if plan else "as shipped"
             print(f"{T:7d} {E:4d} {K:3d}  {name:24s} {gating:10.1f} {both:18.1f}", flush=True)
             rows.append(
                 {"T": T, "E": E, "K": K, "plan": plan, "gating_us": gating, "both_us": both}

@@ -145,13 +145,10 @@ _compiled: dict[tuple, tuple[Any, tuple]] = {}
 
 
 def _class_of(argument: Any) -> Any:
-    """What Triton may compile an argument into: at least as fine as its own specialisation."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
+    """What Triton may compile an argument into, at least as fine as its own specialisation; of what
+    `launch` does not tell apart itself."""
+    if isinstance(argument, int):  # bool, and what else derives from int
         return type(argument), argument == 1, argument % 16 == 0, argument.bit_length() > 31
-    if isinstance(argument, float):
-        return float
     if argument is None:
         return None
     base = argument.base  # a tensor descriptor: strides and sizes are values, not code
@@ -163,15 +160,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Triton binds, classifies and hashes every argument and checks every global at each launch, which
     takes longer than a small kernel runs. Here the compiled kernel is kept by the classes of its
-    arguments. Compile-time constants must be given by keyword, all other arguments by position.
+    arguments and started without its runner. Compile-time constants must be given by keyword, all
+    other arguments by position.
     """
     if INTERPRET or not torch.cuda.is_initialized():
         kernel[grid](*args, **options)
         return
-    key = (
-        kernel, torch.cuda.current_device(), *map(_class_of, args), *options, *options.values()
-    )  # fmt: skip
-    found = _compiled.get(key)
+    device = torch._C._cuda_getDevice()
+    key: list[Any] = [kernel, device]
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            key.append(a.dtype)
+            key.append(a.data_ptr() & 15 == 0)
+        elif type(a) is int:  # one, a multiple of 16, more than 32 bits
+            key.append((a == 1) + 2 * (a & 15 == 0) + 4 * (a.bit_length() > 31))
+        else:
+            key.append(float if type(a) is float else _class_of(a))
+    key.extend(options)
+    key.extend(options.values())
+    name = tuple(key)
+    found = _compiled.get(name)
     if found is None:
         constant = {p.name for p in kernel.params if p.is_constexpr}
         rest = kernel.arg_names[len(args) :]
@@ -180,10 +188,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
                 f"{kernel.__name__}: all constants must be keywords: {sorted(constant)}"
             )
         compiled = kernel[grid](*args, **options)
-        _compiled[key] = compiled, tuple(options[name] for name in rest)
+        _compiled[name] = compiled, tuple(options[name] for name in rest)
         return
     compiled, constants = found
-    compiled[(*grid, 1, 1)[:3]](*args, *constants)
+    grid = (*grid, 1, 1)
+    if triton.knobs.runtime.launch_enter_hook is not None:  # a profiler wants to be told
+        compiled[grid[:3]](*args, *constants)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(
+        grid[0], grid[1], grid[2], stream, compiled.function, compiled.packed_metadata, None, None,
+        None, *args, *constants,
+    )  # fmt: skip
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

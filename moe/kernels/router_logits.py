@@ -159,7 +159,9 @@ def _no_autocast(x: Tensor) -> AbstractContextManager:
     return nullcontext()
 
 
-def _run(x_TD: Tensor, weight_ED: Tensor, backend: str) -> Tensor:
+def _run(x_TD: Tensor, weight_ED: Tensor, backend: str, again: bool = False) -> Tensor:
+    """`again` tells a backward's call from the forward's: a compiler that took the two for one
+    product would keep its result."""
     with _no_autocast(x_TD):
         if _splits(x_TD, weight_ED, backend):
             return _forward(x_TD, weight_ED)
@@ -192,9 +194,9 @@ def _fake_backward(grad_TE, x_TD, weight_ED, need_x, need_weight, backend):
 
 
 _op = define_op(
-    "router_logits(Tensor x, Tensor weight, str backend) -> Tensor",
+    "router_logits(Tensor x, Tensor weight, str backend, bool again=False) -> Tensor",
     _run,
-    lambda x_TD, weight_ED, backend: weight_ED.new_empty(x_TD.shape[0], weight_ED.shape[0]),
+    lambda x_TD, weight_ED, *rest: weight_ED.new_empty(x_TD.shape[0], weight_ED.shape[0]),
 )
 _op_backward = define_op(
     "router_logits_backward(Tensor grad, Tensor x, Tensor weight, bool need_x, bool need_weight, "
@@ -251,3 +253,8 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, backend: str = "auto") -> Ten
             "and [E, D]"
         )
     return _RouterLogits.apply(x_TD, weight_ED, pick_backend(backend, x_TD))
+
+
+def router_logits_again(x_TD: Tensor, weight_ED: Tensor, backend: str) -> Tensor:
+    """The same product in a backward, without gradient: for what would else keep its result."""
+    return _op(x_TD, weight_ED, pick_backend(backend, x_TD), True)

@@ -105,6 +105,18 @@ def tile_schedule_ref(offsets_E1: Tensor, tile_rows: int, max_rows: int) -> Tile
     )
 
 
+def slots_of_rows_ref(
+    row_S: Tensor, offsets_E1: Tensor, slots_per_token: int
+) -> tuple[Tensor, Tensor]:
+    """Plain torch version of `slots_of_rows`, any device."""
+    S = row_S.numel()
+    slot = torch.arange(S, dtype=row_S.dtype, device=row_S.device)
+    place = torch.where(row_S >= 0, row_S, S).long()  # entry S is thrown away
+    slot_R = torch.zeros(S + 1, dtype=row_S.dtype, device=row_S.device)
+    slot_R = slot_R.scatter(0, place, slot)[:S]
+    return slot_R, slot_R // slots_per_token
+
+
 # ------------------------------------------------------------------------------------------ kernels
 # Counting sort over blocks of slots. Inside a block, 32 slots make one word: for every bit of the
 # expert ids a word holds that bit of 32 slots, so that "slots of this word with expert e" is an AND
@@ -228,10 +240,10 @@ def clear_tail(slot_R, token_R, first, R, part, parts, BLOCK: tl.constexpr):
 def place_block(
     expert, token, total, before, offsets, row_S, slot_R, token_R, begin, end, R, part, parts,
     PER_TOKEN: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
-    HAS_TOKEN: tl.constexpr, HAS_BEFORE: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
+    HAS_TOKEN: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Rows of the slots begin … end - 1, block `part` of `parts`, from the `total` [EP] of every
-    expert and (HAS_BEFORE) the counts before each block."""
+    expert and its slots `before` [EP] this block."""
     EP: tl.constexpr = 1 << BITS
     column = tl.arange(0, EP)
     base = tl.cumsum(total, axis=0).to(tl.int32) - total
@@ -239,10 +251,8 @@ def place_block(
     if part == 0:
         tl.store(offsets + column, base, mask=column < E)
         tl.store(offsets + E, rows)
-    if HAS_BEFORE:
-        base += tl.load(before + part * E + column, mask=column < E, other=0)
     _place_slots(
-        expert, token, row_S, slot_R, token_R, begin, end, base,
+        expert, token, row_S, slot_R, token_R, begin, end, base + before,
         PER_TOKEN, E, EP, BITS, G, HAS_TOKEN, ASM,
     )  # fmt: skip
     if CLEAR:
@@ -292,26 +302,61 @@ def _finish_kernel(
             tl.store(odd, tl.sum(rows, axis=0).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["S", "R", "block"])
+@triton.jit(do_not_specialize=["S", "R", "block", "blocks"])
 def _place_kernel(
-    expert, token, counts, before, offsets, row_S, slot_R, token_R, S, R, block,
+    expert, token, counts, before, work_counts, work_prob, work_odd, prob_sum, odd, offsets, row_S,
+    slot_R, token_R, S, R, block, blocks,
     PER_TOKEN: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
-    HAS_TOKEN: tl.constexpr, COUNT: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
+    HAS_TOKEN: tl.constexpr, MODE: tl.constexpr, BB: tl.constexpr, CLEAR: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one block of slots. COUNT: the only program, which counts first."""
+    """Rows of one block of slots. MODE 0: the only program, which counts first; 1: `counts` and
+    those `before` each block are known; 2: from the counts of the blocks, all BB at once, and the
+    first program writes their sums as `_finish_kernel` does."""
     b = tl.program_id(0)
     begin = b * block
     end = tl.minimum(begin + block, S)
     EP: tl.constexpr = 1 << BITS
     column = tl.arange(0, EP)
-    if COUNT:
+    if MODE == 0:
         total = _count_slots(expert, begin, end, E, EP, BITS, G, ASM)
-    else:
+        ahead = total * 0
+    elif MODE == 1:
         total = tl.load(counts + column, mask=column < E, other=0)
+        ahead = tl.load(before + b * E + column, mask=column < E, other=0)
+    else:
+        other = tl.arange(0, BB)
+        at = other[:, None] * E + column[None, :]
+        mask = (other < blocks)[:, None] & (column < E)[None, :]
+        some = tl.load(work_counts + at, mask=mask, other=0)
+        total = tl.sum(some, axis=0).to(tl.int32)
+        ahead = tl.sum(tl.where((other < b)[:, None], some, 0), axis=0).to(tl.int32)
+        if b == 0:
+            tl.store(counts + column, total, mask=column < E)
+            prob = tl.sum(tl.load(work_prob + at, mask=mask, other=0.0), axis=0)
+            tl.store(prob_sum + column, prob, mask=column < E)
+            rows = tl.load(work_odd + other, mask=other < blocks, other=0)
+            tl.store(odd, tl.sum(rows, axis=0).to(tl.int32))
     place_block(
-        expert, token, total, before, offsets, row_S, slot_R, token_R, begin, end, R, b,
-        tl.num_programs(0), PER_TOKEN, E, BITS, G, HAS_TOKEN, not COUNT, CLEAR, ASM,
+        expert, token, total, ahead, offsets, row_S, slot_R, token_R, begin, end, R, b,
+        tl.num_programs(0), PER_TOKEN, E, BITS, G, HAS_TOKEN, CLEAR, ASM,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["S"])
+def _slots_kernel(
+    row_S, offsets, slot_R, token_R, S,
+    PER_TOKEN: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """slot_R and token_R [S] from row_S; zero where no slot has the row."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_S + slot, mask=slot < S, other=-1)
+    tl.store(slot_R + row, slot, mask=row >= 0)
+    tl.store(token_R + row, slot // PER_TOKEN, mask=row >= 0)
+    unused = (slot < S) & (slot >= tl.load(offsets + E))
+    zero = tl.zeros((BLOCK,), dtype=tl.int32)
+    tl.store(slot_R + slot, zero, mask=unused)
+    tl.store(token_R + slot, zero, mask=unused)
 
 
 @triton.jit(do_not_specialize=["B", "tile_rows"])
@@ -345,7 +390,9 @@ def _tiles_kernel(
 
 
 def expert_bits(num_experts: int) -> int:
-    return max(num_experts - 1, 0).bit_length()
+    """Bits of an id in the sort, at least 2: Triton 3.6 cannot compile scans over two columns with
+    eight warps."""
+    return max(2, (num_experts - 1).bit_length())
 
 
 def words_per_step(num_experts: int) -> int:
@@ -390,18 +437,34 @@ def launch_place(
     block: int,
     *,
     clear: bool,
+    sums: tuple[Tensor, ...] | None = None,
 ) -> None:
     """Fill `meta`, given all counts [E] and those before each block of slots [blocks, E]; with None
-    one program counts first. `clear`: rows after the last real one may exist."""
+    one program counts first. `clear`: rows after the last real one may exist.
+
+    sums: (counts, probabilities, odd rows) of each block and (probabilities, odd rows) of all, in
+    place of `before`: few blocks, `sums_fit`, whose sums each program then makes itself; those of
+    all are written to `counts` and the last two.
+    """
     S, R, E = expert_S.numel(), meta.token_R.numel(), meta.offsets_E1.numel() - 1
-    launch(_place_kernel, (1 if before is None else before.shape[0],),
+    unused = meta.offsets_E1
+    blocks = (
+        1 if sums is None and before is None else (before if sums is None else sums[0]).shape[0]
+    )
+    launch(_place_kernel, (blocks,),
         expert_S, expert_S if token_S is None else token_S,
-        meta.offsets_E1 if counts is None else counts,
-        meta.offsets_E1 if before is None else before,
-        *meta, S, R, block, PER_TOKEN=per_token, E=E, BITS=expert_bits(E), G=words_per_step(E),
-        HAS_TOKEN=token_S is not None, COUNT=before is None, CLEAR=clear, ASM=not INTERPRET,
+        unused if counts is None else counts, unused if before is None else before,
+        *((unused,) * 5 if sums is None else sums), *meta, S, R, block, blocks,
+        PER_TOKEN=per_token, E=E, BITS=expert_bits(E), G=words_per_step(E),
+        HAS_TOKEN=token_S is not None, MODE=2 if sums is not None else 0 if before is None else 1,
+        BB=1 if sums is None else triton.next_power_of_2(blocks), CLEAR=clear, ASM=not INTERPRET,
         num_warps=min(4, words_per_step(E)),
     )  # fmt: skip
+
+
+def sums_fit(blocks: int, num_experts: int) -> bool:
+    """Whether every program of the sort may add up all blocks' counts itself."""
+    return triton.next_power_of_2(blocks) * triton.next_power_of_2(num_experts) <= 2048
 
 
 # A single program sorts up to this many slots: below, a second and third launch cost more.
@@ -443,6 +506,20 @@ def _routing_metadata_triton(
     return tuple(meta)
 
 
+def _slots_of_rows_triton(
+    row_S: Tensor, offsets_E1: Tensor, slots_per_token: int
+) -> tuple[Tensor, Tensor]:
+    S = row_S.numel()
+    slot_R, token_R = torch.empty_like(row_S), torch.empty_like(row_S)
+    if S:
+        with on_device(row_S):
+            launch(_slots_kernel, (triton.cdiv(S, 1024),),
+                row_S, offsets_E1, slot_R, token_R, S,
+                PER_TOKEN=slots_per_token, E=offsets_E1.numel() - 1, BLOCK=1024, num_warps=4,
+            )  # fmt: skip
+    return slot_R, token_R
+
+
 def _tile_schedule_triton(
     offsets_E1: Tensor, tile_rows: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -478,6 +555,11 @@ _metadata_op = define_op(
         expert_S.new_empty(n, dtype=torch.int32)
         for n in (num_experts + 1, expert_S.numel(), max_rows, max_rows)
     ),
+)
+_slots_op = define_op(
+    "slots_of_rows(Tensor row_S, Tensor offsets_E1, int slots_per_token) -> (Tensor, Tensor)",
+    _slots_of_rows_triton,
+    lambda row_S, *rest: (torch.empty_like(row_S), torch.empty_like(row_S)),
 )
 _tiles_op = define_op(
     "tile_schedule(Tensor offsets_E1, int tile_rows, int max_rows) "
@@ -542,6 +624,18 @@ def routing_metadata(
     return RoutingMetadata(
         *(_routing_metadata_triton if is_eager(expert_S) else _metadata_op)(*args)
     )
+
+
+def slots_of_rows(
+    row_S: Tensor, offsets_E1: Tensor, slots_per_token: int, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """slot_R and token_R of `routing_metadata` from its row_S: what need not be kept beside it.
+
+    For a fixed number of slots a token and as many rows as slots.
+    """
+    if pick_backend(backend, row_S) == "reference":
+        return slots_of_rows_ref(row_S, offsets_E1, slots_per_token)
+    return tuple(_slots_op(row_S, offsets_E1, slots_per_token))
 
 
 def tile_schedule(

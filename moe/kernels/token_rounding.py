@@ -264,13 +264,13 @@ _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 _CAP_UNIT = tl.constexpr(CAP_UNIT)
 
 
-@triton.jit(do_not_specialize=["tile", "least", "cap", "k"])
-def _targets_kernel(
-    counts, top1, uniform, gain, target, tile, least, cap, k,
+@triton.jit
+def _goals(
+    counts, top1, uniform, gain, tile, least, cap, k,
     VARIANT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr,
     HAS_TOP1: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """`target_counts_ref` in one program."""
+    """`target_counts_ref`, and the counts before, of all experts [EP]."""
     e = tl.arange(0, EP)
     f = tl.load(counts + e, mask=e < E, other=0)
     total = tl.sum(f, axis=0).to(tl.int32)
@@ -321,6 +321,20 @@ def _targets_kernel(
         n = tl.load(top1 + e, mask=e < E, other=0)
         whole = (n + tile - 1) // tile * tile
         goal = tl.maximum(goal, tl.where(whole <= tokens, whole, n))
+    return goal, f
+
+
+@triton.jit(do_not_specialize=["tile", "least", "cap", "k"])
+def _targets_kernel(
+    counts, top1, uniform, gain, target, tile, least, cap, k,
+    VARIANT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_TOP1: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """`target_counts_ref` in one program."""
+    goal, _ = _goals(
+        counts, top1, uniform, gain, tile, least, cap, k, VARIANT, E, EP, CHUNK, HAS_TOP1, HAS_CAP
+    )
+    e = tl.arange(0, EP)
     tl.store(target + e, goal, mask=e < E)
 
 
@@ -413,6 +427,42 @@ def _count_equal(keys, value, before, T, ONE: tl.constexpr, BLOCK: tl.constexpr,
         return count
 
 
+@triton.jit
+def _last_taken(
+    mine, key, quota, T, ONE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Key, as unsigned number, and token of the last of `quota` taken in (key descending, token)
+    order: a search over the bits of the key by counting, then, if tokens tie there, one over the
+    bits of the token."""
+    value = tl.full((), 0, tl.uint32)
+    if ONE and BLOCK <= 16384:  # two bits at a time: three counts of 20 bits in one sum
+        for i in range(16):
+            one = tl.full((), 1, tl.uint32) << (30 - 2 * i)
+            first = value + one
+            second = first + one
+            found = (key >= first).to(tl.int64) + ((key >= second).to(tl.int64) << 20)
+            found += (key >= second + one).to(tl.int64) << 40
+            found = tl.sum(found, axis=0)
+            value += tl.where((found & 0xFFFFF) >= quota, one, 0)
+            value += tl.where(((found >> 20) & 0xFFFFF) >= quota, one, 0)
+            value += tl.where((found >> 40) >= quota, one, 0)
+    else:
+        for i in range(32):
+            bit = tl.full((), 1, tl.uint32) << (31 - i)
+            more = _count_above(mine, value | bit, T, ONE, BLOCK, key) >= quota
+            value = tl.where(more, value | bit, value)
+    equal = _count_equal(mine, value, T, T, ONE, BLOCK, key)
+    above = _count_above(mine, value, T, ONE, BLOCK, key) - equal
+    token = T
+    if above + equal > quota:
+        token = 0  # fewer than the wanted number of ties come before it
+        for i in range(BITS):
+            step = 1 << (BITS - 1 - i)
+            few = _count_equal(mine, value, token + step, T, ONE, BLOCK, key) < quota - above
+            token = tl.where(few, token + step, token)
+    return value, token
+
+
 @triton.jit(do_not_specialize=["T", "tile", "k"])
 def _select_kernel(
     counts, target, top1, keys, last_key, last_token, mass, T, tile, k,
@@ -421,9 +471,7 @@ def _select_kernel(
 ):  # fmt: skip
     """The last token that expert e takes from its `keys`, in (key descending, token) order.
 
-    A binary search over the bits of the key by counting, then, if tokens tie there, one over the
-    bits of the token: no sort. FORCE: only the score mass of the tokens that would join (1) or
-    leave (2).
+    FORCE: only the score mass of the tokens that would join (1) or leave (2).
     """
     e = tl.program_id(0)
     f = tl.load(counts + e)
@@ -440,26 +488,12 @@ def _select_kernel(
     quota = tl.where(goal > f, goal - f, tl.maximum(goal - kept, 0))
     mine = keys + e.to(tl.int64) * T
     t = tl.arange(0, BLOCK)
-    value = tl.full((), 0, tl.uint32)
+    value = tl.full((), 0xFFFFFFFF, tl.uint32)
     token = tl.full((), -1, tl.int32)
     if (goal != f) & (quota > 0):
         key = tl.load(mine + t, mask=(t < T) & ONE, other=EMPTY_KEY)
         key = key.to(tl.uint32, bitcast=True) ^ 0x80000000
-        for i in range(32):
-            bit = tl.full((), 1, tl.uint32) << (31 - i)
-            more = _count_above(mine, value | bit, T, ONE, BLOCK, key) >= quota
-            value = tl.where(more, value | bit, value)
-        equal = _count_equal(mine, value, T, T, ONE, BLOCK, key)
-        above = _count_above(mine, value, T, ONE, BLOCK, key) - equal
-        token = T
-        if above + equal > quota:
-            token = 0  # fewer than the wanted number of ties come before it
-            for i in range(BITS):
-                step = 1 << (BITS - 1 - i)
-                few = _count_equal(mine, value, token + step, T, ONE, BLOCK, key) < quota - above
-                token = tl.where(few, token + step, token)
-    else:
-        value = tl.full((), 0xFFFFFFFF, tl.uint32)
+        value, token = _last_taken(mine, key, quota, T, ONE, BLOCK, BITS)
     if FORCE > 0:
         total = 0.0
         if goal != f:
@@ -482,26 +516,88 @@ def _select_kernel(
         tl.store(last_token + e, token)
 
 
+@triton.jit(do_not_specialize=["T", "tile", "least", "cap"])
+def _round_kernel(
+    logits, expert, lse, counts, top1, uniform, gain, target, members, work, T, tile, least, cap,
+    stride_t, stride_e,
+    VARIANT: tl.constexpr, HAS_CAP: tl.constexpr, GIVEN: tl.constexpr, SCORE: tl.constexpr,
+    PROTECT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """All of expert e's rounding, its tokens in registers: target, choice, members.
+
+    GIVEN: the targets are known. Else they are computed here and written. The results are those of
+    `_targets_kernel`, `_rank_keys_kernel`, `_select_kernel` and `_member_kernel`.
+    """
+    e = tl.program_id(0)
+    f = tl.load(counts + e)
+    if GIVEN:
+        goal = tl.load(target + e)
+    else:
+        goals, _ = _goals(
+            counts, top1, uniform, gain, tile, least, cap, K, VARIANT, E, EP, CHUNK, PROTECT,
+            HAS_CAP,
+        )  # fmt: skip
+        goal = tl.sum(tl.where(tl.arange(0, EP) == e, goals, 0), axis=0).to(tl.int32)
+        tl.store(target + e, goal)
+    t = tl.arange(0, BLOCK)
+    inside = t < T
+    row = t.to(tl.int64)
+    first = tl.load(expert + row * K, mask=inside, other=-1)
+    own = first == e
+    for j in tl.static_range(1, K):
+        own = own | (tl.load(expert + row * K + j, mask=inside, other=-1) == e)
+    member = own
+    if goal != f:
+        z = tl.load(logits + row * stride_t + e.to(tl.int64) * stride_e, mask=inside, other=0.0)
+        z = z.to(tl.float32)
+        z = tl.where(z != z, _MINUS_INF, tl.minimum(z, _FLT_MAX))
+        if SCORE == _SOFTMAX:
+            z = z - tl.load(lse + row, mask=inside, other=0.0)
+        may = (own != (goal > f)) & (first >= 0)
+        kept = 0
+        if PROTECT:
+            may = may & (first != e)
+            kept = tl.load(top1 + e)
+        key = tl.where(may, ordered(z + 0.0), EMPTY_KEY)
+        key = key.to(tl.uint32, bitcast=True) ^ 0x80000000
+        quota = tl.where(goal > f, goal - f, tl.maximum(goal - kept, 0))
+        taken = may & (t < 0)
+        if quota > 0:
+            value, token = _last_taken(logits, key, quota, T, True, BLOCK, BITS)
+            taken = may & ((key > value) | ((key == value) & (t <= token)))
+        member = taken | (own & (goal > f))
+        if PROTECT:
+            member = member | (first == e)
+    bits = tl.reshape(member.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
+    words = tl.sum(bits, axis=1).to(tl.int32)
+    group = tl.arange(0, BLOCK // 32)
+    tl.store(members + group * E + e, words, mask=group * 32 < T)
+    each = tl.sum(tl.reshape(member.to(tl.int32), (BLOCK // PART, PART)), axis=1).to(tl.int32)
+    part = tl.arange(0, BLOCK // PART)
+    tl.store(work + part * E + e, each, mask=part * PART < T)
+
+
 @triton.jit(do_not_specialize=["T", "block"])
 def _member_kernel(
     logits, expert, lse, counts, target, last_key, last_token, members, work, T, block,
     stride_t, stride_e,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
-    PROTECT: tl.constexpr, BT: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
+    PROTECT: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the realised pairs [T, EP / 32]; per block its pairs of each expert and in all."""
-    WORDS: tl.constexpr = EP // 32
-    column = tl.arange(0, EP)
+    """Members of BE experts: bit t % 32 of word [t / 32, e] says whether e has t [T / 32, E]; per
+    block of tokens the pairs of each expert."""
+    column = tl.program_id(1) * BE + tl.arange(0, BE)
     real = column < E
     f = tl.load(counts + column, mask=real, other=0)
     goal = tl.load(target + column, mask=real, other=0)
     key_e = tl.load(last_key + column, mask=real, other=0)
     token_e = tl.load(last_token + column, mask=real, other=-1)
-    per_expert = tl.zeros((EP,), dtype=tl.int32)
+    per_expert = tl.zeros((BE,), dtype=tl.int32)
     begin = tl.program_id(0) * block
     end = tl.minimum(begin + block, T)
-    for first_row in range(begin, end, BT):
-        row = first_row + tl.arange(0, BT)
+    for first_row in range(begin, end, 32):
+        row = first_row + tl.arange(0, 32)
         inside = row < end
         long = row.to(tl.int64)
         mask = inside[:, None] & real[None, :]
@@ -518,26 +614,20 @@ def _member_kernel(
         if PROTECT:
             stay = stay | (column[None, :] == first[:, None])
         join = (own == 0) & (goal > f)[None, :] & ahead & (first >= 0)[:, None]
-        member = (stay | join) & mask
-        per_expert += tl.sum(member.to(tl.int32), axis=0).to(tl.int32)
-        bit = tl.full((), 1, tl.int32) << tl.arange(0, 32)
-        words = tl.where(tl.reshape(member, (BT, WORDS, 32)), bit[None, None, :], 0)
-        words = tl.sum(words, axis=2).to(tl.int32)
-        out = long[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        tl.store(members + out, words, mask=inside[:, None])
-    mine = work + tl.program_id(0) * (E + 1)
-    tl.store(mine + column, per_expert, mask=real)
-    tl.store(mine + E, tl.sum(per_expert, axis=0).to(tl.int32))
+        member = ((stay | join) & mask).to(tl.int32)
+        per_expert += tl.sum(member, axis=0).to(tl.int32)
+        word = tl.sum(member << tl.arange(0, 32)[:, None], axis=0).to(tl.int32)
+        tl.store(members + (first_row // 32) * E + column, word, mask=real)
+    tl.store(work + tl.program_id(0) * E + column, per_expert, mask=real)
 
 
 @triton.jit
-def _member_tile(members, row, inside, EP: tl.constexpr, BT: tl.constexpr):
-    """int32 [BT, EP] of 0 and 1 from the bits of `_member_kernel`."""
-    WORDS: tl.constexpr = EP // 32
-    at = row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    words = tl.load(members + at, mask=inside[:, None], other=0)
-    bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-    return tl.reshape(bits, (BT, EP))
+def _member_tile(members, row, inside, E: tl.constexpr, EP: tl.constexpr):
+    """int32 [B, EP] of 0 and 1 from the bits of `_member_kernel`."""
+    column = tl.arange(0, EP)
+    at = (row // 32)[:, None] * E + column[None, :]
+    words = tl.load(members + at, mask=inside[:, None] & (column < E)[None, :], other=0)
+    return (words >> (row % 32).to(tl.int32)[:, None]) & 1
 
 
 @triton.jit
@@ -555,34 +645,46 @@ def _weights(z, live, lse, SCORE: tl.constexpr, NORM: tl.constexpr):
             return s * inverse, inverse
 
 
-@triton.jit(do_not_specialize=["T", "S", "block"])
+@triton.jit(do_not_specialize=["T", "S", "block", "blocks"])
 def _fill_kernel(
     logits, expert, gate, lse, members, work, totals, gate_S, expert_S, row_S, slot_R, token_R,
-    offsets, slot_offsets, T, S, block, stride_t, stride_e, scale,
+    offsets, slot_offsets, T, S, block, blocks, stride_t, stride_e, scale,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
-    NORM: tl.constexpr, RENORM: tl.constexpr, BT: tl.constexpr,
+    NORM: tl.constexpr, RENORM: tl.constexpr, BT: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Slots and rows of one block's pairs, from the pairs of all earlier blocks."""
+    """Slots and rows of one block's pairs, from the pairs of all earlier blocks: `work`, and
+    `totals` of all. SUM > 0: `work` holds each block's own pairs, and every program adds up those
+    of all blocks, SUM at once."""
     column = tl.arange(0, EP)
     real = column < E
-    total_e = tl.load(totals + column, mask=real, other=0)
-    pairs = tl.load(totals + E)
-    start_e = tl.cumsum(total_e, axis=0).to(tl.int32) - total_e
     part = tl.program_id(0)
+    if SUM > 0:
+        total_e = tl.zeros((EP,), dtype=tl.int32)
+        ahead = tl.zeros((EP,), dtype=tl.int32)
+        for first in range(0, blocks, SUM):
+            other = (first + tl.arange(0, SUM))[:, None]
+            known = (other < blocks) & real[None, :]
+            some = tl.load(work + other * E + column[None, :], mask=known, other=0)
+            total_e += tl.sum(some, axis=0).to(tl.int32)
+            ahead += tl.sum(tl.where(other < part, some, 0), axis=0).to(tl.int32)
+    else:
+        total_e = tl.load(totals + column, mask=real, other=0)
+        ahead = tl.load(work + part * E + column, mask=real, other=0)
+    pairs = tl.sum(total_e, axis=0).to(tl.int32)
+    start_e = tl.cumsum(total_e, axis=0).to(tl.int32) - total_e
     if part == 0:
         tl.store(offsets + column, start_e, mask=real)
         tl.store(offsets + E, pairs)
         tl.store(slot_offsets + T, pairs)
-    mine = work + part * (E + 1)
-    next_row = start_e + tl.load(mine + column, mask=real, other=0)
-    next_slot = tl.load(mine + E)
+    next_row = start_e + ahead
+    next_slot = tl.sum(ahead, axis=0).to(tl.int32)
     begin = part * block
     end = tl.minimum(begin + block, T)
     for first_row in range(begin, end, BT):
         t = first_row + tl.arange(0, BT)
         inside = t < end
         row = t.to(tl.int64)
-        bits = _member_tile(members, row, inside, EP, BT)
+        bits = _member_tile(members, t, inside, E, EP)
         member = bits > 0
         each = tl.sum(bits, axis=1).to(tl.int32)
         first_slot = next_slot + tl.cumsum(each, axis=0).to(tl.int32) - each
@@ -636,7 +738,7 @@ def _rounding_backward_kernel(
     row = t.to(tl.int64)
     column = tl.arange(0, EP)
     mask = inside[:, None] & (column < E)[None, :]
-    bits = _member_tile(members, row, inside, EP, BT)
+    bits = _member_tile(members, t, inside, E, EP)
     member = bits > 0
     slot = tl.load(slot_offsets + t, mask=inside, other=0)[:, None]
     slot += tl.cumsum(bits, axis=1).to(tl.int32) - bits
@@ -678,6 +780,12 @@ def _rounding_backward_kernel(
 # Keys of one expert that a program of the selection holds in registers; more are read again for
 # every bit.
 _KEYS_IN_REGISTERS = 32768
+# Tokens of one expert that a program of the whole rounding holds: keys and who is chosen.
+_TOKENS_IN_REGISTERS = 16384
+# Tokens of a program that fills slots.
+_BLOCK = 128
+# Counts of all blocks that every such program may add up itself, without a launch in between.
+_SUMMED_AT_ONCE = 32768
 
 
 class _Call(NamedTuple):
@@ -748,10 +856,16 @@ def _token_rounding_triton(
     ints = {"dtype": torch.int32, "device": logits_TE.device}
     floats = {"dtype": torch.float32, "device": logits_TE.device}
     S = call.slots
-    ep = max(32, triton.next_power_of_2(E))
-    keys = torch.empty(E, T, **ints)
-    last = torch.empty(2, E, **ints)
+    ep = triton.next_power_of_2(E)
+    strides = (logits_TE.stride(0), logits_TE.stride(1))
+    blocks = triton.cdiv(T, _BLOCK)
+    members = torch.empty(triton.cdiv(T, 32), E, **ints)
+    work = torch.empty(blocks, E, **ints)
+    target = torch.empty(E, **ints)
+    one = T <= _TOKENS_IN_REGISTERS
+    given = not one or call.variant in ("score", "balanced")
     top1 = counts_E
+    gain = lse_T
     with on_device(logits_TE):
         if call.protect_top1:
             first_T = expert_TK[:, 0].long()
@@ -760,7 +874,8 @@ def _token_rounding_triton(
                 0, first_T, torch.ones_like(expert_TK[:, 0])
             )
             top1 = top1[:E]
-        gain = lse_T
+        if not one or call.variant == "score":
+            keys, last = torch.empty(E, T, **ints), torch.empty(2, E, **ints)
         if call.variant == "score":
             mass = torch.empty(2, E, **floats)
             for force in (1, 2):
@@ -769,30 +884,43 @@ def _token_rounding_triton(
                     mass[force - 1], force,
                 )  # fmt: skip
             gain = mass[0] - mass[1]
-        target = _targets(call, counts_E, k, top1, uniform_E, gain)
-        _select(
-            call, logits_TE, expert_TK, lse_T, counts_E, top1, target, keys, *last, gain, 0
-        )  # fmt: skip
-        bt = max(1, min(64, 4096 // ep))
-        block = bt * max(1, min(8, T // (512 * bt)))
-        blocks = triton.cdiv(T, block)
-        members = torch.empty(T, ep // 32, **ints)
-        work = torch.empty(blocks, E + 1, **ints)
-        launch(_member_kernel, (blocks,),
-            logits_TE, expert_TK, lse_T, counts_E, target, *last, members, work, T, block,
-            logits_TE.stride(0), logits_TE.stride(1), E=E, EP=ep, K=k,
-            SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, BT=bt, num_warps=4,
-        )  # fmt: skip
-        totals = torch.empty(E + 1, **ints)
-        launch_finish(work, None, None, totals, None, None, prefix=True)
+        if given:
+            target = _targets(call, counts_E, k, top1, uniform_E, gain)
+        if one:
+            part = triton.next_power_of_2(T)
+            launch(_round_kernel, (E,),
+                logits_TE, expert_TK, lse_T, counts_E, top1,
+                gain if uniform_E is None else uniform_E, gain, target, members, work, T,
+                call.tile, call.min_tiles * call.tile, call.cap, *strides,
+                VARIANT=_VARIANT[call.variant], HAS_CAP=call.cap > 0, GIVEN=given,
+                SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, E=E, EP=ep, K=k,
+                BLOCK=max(part, _BLOCK), BITS=T.bit_length(), PART=_BLOCK,
+                CHUNK=max(1, min(32, 8192 // ep)), num_warps=max(4, min(32, part // 512)),
+            )  # fmt: skip
+        else:
+            _select(
+                call, logits_TE, expert_TK, lse_T, counts_E, top1, target, keys, *last, gain, 0
+            )  # fmt: skip
+            be = min(ep, 64)
+            launch(_member_kernel, (blocks, triton.cdiv(E, be)),
+                logits_TE, expert_TK, lse_T, counts_E, target, *last, members, work, T, _BLOCK,
+                *strides, E=E, BE=be, K=k, SCORE=SCORE_CODE[call.score],
+                PROTECT=call.protect_top1, num_warps=4,
+            )  # fmt: skip
+        totals = work
+        sums = max(1, 8192 // ep) if blocks * E <= _SUMMED_AT_ONCE else 0
+        if not sums:
+            totals = torch.empty(E, **ints)
+            launch_finish(work, None, None, totals, None, None, prefix=True)
         gate_S = torch.empty(S, **floats)
         expert_S, row_S, slot_R, token_R = (torch.empty(S, **ints) for _ in range(4))
         offsets, slot_offsets = torch.empty(E + 1, **ints), torch.empty(T + 1, **ints)
         launch(_fill_kernel, (blocks,),
             logits_TE, expert_TK, gate_TK, lse_T, members, work, totals, gate_S, expert_S, row_S,
-            slot_R, token_R, offsets, slot_offsets, T, S, block, logits_TE.stride(0),
-            logits_TE.stride(1), call.scale, E=E, EP=ep, K=k, SCORE=SCORE_CODE[call.score],
-            NORM=NORM_CODE[call.norm], RENORM=_RENORM[call.renorm], BT=bt, num_warps=4,
+            slot_R, token_R, offsets, slot_offsets, T, S, _BLOCK, blocks, *strides, call.scale,
+            E=E, EP=ep, K=k, SCORE=SCORE_CODE[call.score], NORM=NORM_CODE[call.norm],
+            RENORM=_RENORM[call.renorm], BT=max(1, min(64, 4096 // ep)),
+            SUM=min(sums, triton.next_power_of_2(blocks)), num_warps=8,
         )  # fmt: skip
     return gate_S, expert_S, slot_offsets, target, row_S, slot_R, token_R, offsets, members
 
@@ -811,7 +939,7 @@ def _token_rounding_backward_triton(
 ) -> tuple[Tensor, Tensor]:
     T, E = logits_TE.shape
     k = expert_TK.shape[1]
-    ep = max(32, triton.next_power_of_2(E))
+    ep = triton.next_power_of_2(E)
     d_logits = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
     d_gate = torch.empty(T, k, dtype=torch.float32, device=logits_TE.device)
     bt = max(1, min(64, 2048 // ep))
@@ -830,8 +958,8 @@ def _token_rounding_backward_triton(
 
 def _fake(logits_TE, expert_TK, gate_TK, lse_T, counts_E, uniform_E, slots, *fixed):
     T, E = logits_TE.shape
-    words = max(32, triton.next_power_of_2(E)) // 32
-    shapes = ((slots,), (T + 1,), (E,), (slots,), (slots,), (slots,), (E + 1,), (T, words))
+    members = (-(-T // 32), E)
+    shapes = ((slots,), (T + 1,), (E,), (slots,), (slots,), (slots,), (E + 1,), members)
     return (
         logits_TE.new_empty(slots, dtype=torch.float32),
         *(logits_TE.new_empty(shape, dtype=torch.int32) for shape in shapes),

@@ -26,15 +26,18 @@ usable experts.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe.kernels import hopper
 from moe.kernels._grouped import define_op
 from moe.kernels._networks import largest, merge_descending, sort_descending, stack, top_of
 from moe.kernels._triton import INTERPRET, is_eager, launch, on_device, pick_backend, tl, triton
+from moe.kernels.router_logits import router_logits_again
 from moe.kernels.routing_metadata import (
     RoutingMetadata,
     expert_bits,
@@ -42,6 +45,7 @@ from moe.kernels.routing_metadata import (
     launch_place,
     place_block,
     routing_metadata_ref,
+    sums_fit,
     words_per_step,
 )
 
@@ -51,6 +55,10 @@ NEG_INF = float("-inf")
 # A masked expert counts this much in a group's score: finite, so that a group with one usable
 # expert still beats a group with none.
 GROUP_FLOOR = -1e30
+
+
+# What logits were made of by `router_logits`: tokens [T, D], weight [E, D], backend.
+MadeOf = tuple[Tensor, Tensor, str]
 
 
 class Gating(NamedTuple):
@@ -398,15 +406,21 @@ def _exact_tile(
     mask = inside[:, None] & (slot < K)
     tl.store(gate + out, tl.where(use[:, None], gates, 0.0), mask=mask)
     tl.store(expert + out, tl.where(use[:, None], sel_id, -1), mask=mask)
-    chosen = tl.reshape(use[:, None] & (slot < K), (BT * KP,))
-    counts = tl.histogram(tl.reshape(sel_id, (BT * KP,)), EB, mask=chosen)
+    # Counted from memory: Triton 3.6 reorders a reshaped tensor that goes into a histogram, but not
+    # its mask, and miscounts tiles with rows that are not there or not valid.
+    tl.debug_barrier()
+    zero = tl.zeros((1,), dtype=tl.int64)
+    pair = (zero + first_row) * K + tl.arange(0, BT * KP)
+    mine = pair < (zero + tl.minimum(first_row + BT, end_row)) * K
+    ids = tl.load(expert + pair, mask=mine, other=-1)
+    counts = tl.histogram(ids, EB, mask=ids >= 0)
     short = tl.sum(ok.to(tl.int32), axis=1) < K
     odd = use & (short | (tl.max(strange.to(tl.int32), axis=1) > 0))
     return counts, prob_sum, tl.sum(odd.to(tl.int32), axis=0)
 
 
 @triton.jit
-def _exp_below(x, shift, ASM: tl.constexpr):
+def exp_below(x, shift, ASM: tl.constexpr):
     """e^(x - shift); on the GPU two instructions, which flush results below 2^-126 to zero."""
     if ASM:
         power = x * 1.4426950408889634 - shift * 1.4426950408889634
@@ -418,7 +432,7 @@ def _exp_below(x, shift, ASM: tl.constexpr):
 
 
 @triton.jit
-def _key_value(z, shift, inverse, b, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr):
+def key_value(z, shift, inverse, b, SCORE: tl.constexpr, HAS_BIAS: tl.constexpr):
     """What the selection compares, from logits and (if any) their experts' bias; -inf if masked."""
     if HAS_BIAS:
         if SCORE == _SOFTMAX:
@@ -483,7 +497,7 @@ def _stage_one(
     scores = ()
     part = xs[0]
     for i in tl.static_range(N * J):
-        e = _exp_below(xs[i], shift[:, None, None], ASM)
+        e = exp_below(xs[i], shift[:, None, None], ASM)
         if i == 0:
             part = e
         else:
@@ -507,7 +521,7 @@ def _stage_one(
         for i in tl.static_range(N * J):
             b = tl.load(bias + i * W + column, mask=i * W + column < E, other=0.0).to(tl.float32)
             values = values + (
-                _key_value(xs[i], shift[:, None, None], inverse[:, None, None], b, SCORE, True),
+                key_value(xs[i], shift[:, None, None], inverse[:, None, None], b, SCORE, True),
             )
         keys = _bucket_keys(values, lane, BUCKETS, LANES, N, J)
         top = largest(top_of(keys, N, L, EMPTY_KEY), 1, L)
@@ -517,7 +531,7 @@ def _stage_one(
         found += (keys[n] >= level).to(tl.int32)
     crowded = tl.sum(found, axis=1).to(tl.int32) > K
     # the probabilities of rows whose softmax is not finite are left to `_exact_tile`
-    sound = (use & (total < float("inf")))[:, None, None]
+    sound = (use & (total > 0.0) & (total < float("inf")))[:, None, None]
     added = ()
     for i in tl.static_range(N * J):
         p = scores[i] * norm[:, None, None]
@@ -535,7 +549,7 @@ def _columns(v):
 
 
 @triton.jit
-def _swap(v, swaps, FIRST: tl.constexpr, K: tl.constexpr):
+def swap(v, swaps, FIRST: tl.constexpr, K: tl.constexpr):
     """Exchange v[i] and v[i + 1] where swaps[i], for i = FIRST, FIRST + 2, …"""
     out = ()
     for i in tl.static_range(K):
@@ -549,7 +563,7 @@ def _swap(v, swaps, FIRST: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _behind(value, column, K: tl.constexpr):
+def behind(value, column, K: tl.constexpr):
     """Tuple: whether entry i belongs behind entry i + 1 in (value descending, column ascending)."""
     out = ()
     for i in tl.static_range(K - 1):
@@ -583,7 +597,7 @@ def _stage_two(
             b = z
             if HAS_BIAS:
                 b = tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
-            v = _key_value(z, shift[:, None], inverse[:, None], b, SCORE, HAS_BIAS)
+            v = key_value(z, shift[:, None], inverse[:, None], b, SCORE, HAS_BIAS)
             tiles = tiles + (_columns((ordered(v + 0.0) & -EP) | (EP - 1 - c)),)
     for i in tl.static_range(4 * J):
         keys = ()
@@ -617,13 +631,13 @@ def _stage_two(
             b = tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
         columns = columns + (c,)
         zs = zs + (z,)
-        values = values + (_key_value(z, shift, inverse, b, SCORE, HAS_BIAS),)
+        values = values + (key_value(z, shift, inverse, b, SCORE, HAS_BIAS),)
     for first in tl.static_range(2):
-        swaps = _behind(values, columns, K)
-        columns = _swap(columns, swaps, first, K)
-        zs = _swap(zs, swaps, first, K)
-        values = _swap(values, swaps, first, K)
-    swaps = _behind(values, columns, K)
+        swaps = behind(values, columns, K)
+        columns = swap(columns, swaps, first, K)
+        zs = swap(zs, swaps, first, K)
+        values = swap(values, swaps, first, K)
+    swaps = behind(values, columns, K)
     for k in tl.static_range(K - 1):
         flag = flag | swaps[k]
     return columns, zs, flag | ((values[K - 1] > _NEG_INF) == 0)
@@ -772,8 +786,8 @@ def _gating_kernel(
         column = tl.arange(0, 1 << BITS)
         total = tl.load(counts_at + column, mask=column < E, other=0)
         place_block(
-            expert, expert, total, counts_at, offsets, row_S, slot_R, token_R, 0, T * K, T * K,
-            0, 1, K, E, BITS, WORDS, False, False, HAS_VALID, ASM,
+            expert, expert, total, total * 0, offsets, row_S, slot_R, token_R, 0, T * K, T * K,
+            0, 1, K, E, BITS, WORDS, False, HAS_VALID, ASM,
         )  # fmt: skip
 
 
@@ -868,6 +882,41 @@ def _backward_kernel(
     tl.store(d_logits + out, dz.to(d_logits.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["T", "rounds"])
+def _gates_backward_kernel(
+    expert, gate, lse, d_gate, d_logits, T, inverse_scale, scale, rounds,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HAS_GATE: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """d_logits of BT rows from the gradient of gates that are a softmax over the chosen logits."""
+    row = tl.program_id(0) * BT + tl.arange(0, BT)
+    inside = row < T
+    column = tl.arange(0, EP)
+    slot = tl.arange(0, KP)[None, :]
+    row = row.to(tl.int64)
+    slots = inside[:, None] & (slot < K)
+    here = row[:, None] * K + slot
+    id = tl.load(expert + here, mask=slots, other=-1)
+    dz = tl.zeros((BT, EP), dtype=tl.float32)
+    if HAS_GATE:
+        g = tl.load(gate + here, mask=slots, other=0.0) * inverse_scale
+        dg = tl.load(d_gate + here, mask=slots, other=0.0) * scale
+        # Slots that were filled for want of usable experts have the constant gate 0. Where the
+        # largest logit is the largest number, the chosen ones beside it have 0 too; it stands for
+        # an infinity, a constant.
+        finite = tl.load(lse + row, mask=inside, other=0.0) < _FLT_MAX
+        ok = (id >= 0) & (g != 0.0) & finite[:, None]
+        dg = tl.where(ok, dg, 0.0)
+        g = tl.where(ok, g, 0.0)
+        dk = g * (dg - tl.sum(g * dg, axis=1)[:, None])
+        for k in range(rounds):
+            idk = tl.max(tl.where(slot == k, id, -1), axis=1)
+            add = tl.sum(tl.where(slot == k, dk, 0.0), axis=1)
+            dz += tl.where(column[None, :] == idk[:, None], add[:, None], 0.0)
+    out = row[:, None] * E + column[None, :]
+    tl.store(d_logits + out, dz, mask=inside[:, None] & (column < E)[None, :])
+
+
 # ---------------------------------------------------------------------------------------- launchers
 
 
@@ -881,7 +930,7 @@ class _Plan(NamedTuple):
 
 
 # A single program routes and sorts up to this much: a second and third launch would cost more.
-_ONE_PROGRAM_LOGITS = 16384
+_ONE_PROGRAM_LOGITS = 4096
 _ONE_PROGRAM_ROWS = 2048
 _FAST_LARGEST_K = 16
 _NO_BUCKETS = {"L": 0, "BUCKETS": 1, "LANES": 1, "N": 1, "J": 1, "BT": 1, "SUB": 1}
@@ -914,7 +963,16 @@ def _fast_sizes(E: int, k: int) -> dict[str, int] | None:
     }
 
 
-def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: bool) -> _Plan:
+def _plan(*shape: int) -> _Plan:
+    return _new_plan(*shape) if forced_plan else _known_plan(*shape)
+
+
+@functools.lru_cache(256)
+def _known_plan(*shape: int) -> _Plan:
+    return _new_plan(*shape)
+
+
+def _new_plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: bool) -> _Plan:
     np2 = triton.next_power_of_2
     limited = groups_kept < groups
     G = groups if limited else 1
@@ -925,13 +983,16 @@ def _plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: boo
     width = max(sizes["GP"] * sizes["EGP"], sizes["KP"])
     fast = None if limited or not contiguous or k == 1 else _fast_sizes(E, k)
     if fast is None or forced_plan.get("exact"):
-        sizes["BX"] = max(1, min(256, 2048 // width))
-        if T * width <= _ONE_PROGRAM_LOGITS and T <= _ONE_PROGRAM_ROWS:
-            warps = 4 if T * width <= 1024 else 8 if T * width <= 2048 else 16
+        sizes["BX"] = forced_plan.get("bx", max(1, min(256, 2048 // width)))
+        if T * width <= forced_plan.get("one", _ONE_PROGRAM_LOGITS) and T <= _ONE_PROGRAM_ROWS:
+            warps = 8 if T * width <= 2048 else 16
             warps = forced_plan.get("warps", warps)
             elements = forced_plan.get("elements", 8)
             sizes["BX"] = min(np2(max(T, 1)), max(1, warps * 32 * elements // width))
             return _Plan(1, max(T, 1), sizes, warps)
+        # few tokens: many programs of few rows each, whose counts the sort adds up itself
+        while "bx" not in forced_plan and sizes["BX"] > 8 and 64 * sizes["BX"] > T:
+            sizes["BX"] //= 2
         tiles = triton.cdiv(T, sizes["BX"])
         each = forced_plan.get("each", max(1, min(16, tiles // 1024)))
         return _Plan(triton.cdiv(tiles, each), each * sizes["BX"], sizes, 4)
@@ -962,8 +1023,14 @@ def _topk_gating_triton(
     group_top: int,
     valid_T: Tensor | None,
     metadata: bool,
+    on_hopper: bool,
 ) -> tuple[Tensor, ...]:
     """Gating and, if wanted, routing metadata: one launch for small batches, else two or three."""
+    if on_hopper:
+        from moe.kernels.hopper.gating import gating_hopper
+
+        with on_device(logits_TE):
+            return gating_hopper(logits_TE, k, score, norm, scale, bias_E, valid_T, metadata)
     T, E = logits_TE.shape
     device = logits_TE.device
     plan = _plan(T, E, k, groups, groups_kept, logits_TE.stride(1) == 1)
@@ -999,37 +1066,48 @@ def _topk_gating_triton(
             BITS=expert_bits(E), WORDS=words, ASM=not INTERPRET,
             num_warps=plan.warps, **plan.sizes,
         )  # fmt: skip
-        if not one:
+        short = metadata and not one and sums_fit(plan.blocks, E)
+        if not one and not short:
             launch_finish(*partial, counts, prob_sum, nonfinite, prefix=metadata)
         if metadata and not alone:
-            before = None if one else partial[0]
+            before = None if one or short else partial[0]
             launch_place(
                 meta, expert.view(-1), k, None, counts, before, plan.block * k,
-                clear=valid_T is not None,
+                clear=valid_T is not None, sums=(*partial, prob_sum, nonfinite) if short else None,
             )  # fmt: skip
     return expert, gate, lse, counts, prob_sum, nonfinite, *meta
 
 
 def _topk_gating_backward_triton(
-    logits_TE: Tensor,
+    logits_TE: Tensor | None,
     expert_TK: Tensor,
     gate_TK: Tensor,
+    lse_T: Tensor,
     d_gate_TK: Tensor | None,
     d_lse_T: Tensor | None,
     d_prob_E: Tensor | None,
+    num_experts: int,
     score: str,
     norm: str,
     scale: float,
 ) -> Tensor:
-    T, E = logits_TE.shape
-    k = expert_TK.shape[1]
+    """Gradient of the logits; without logits where `gates_suffice` and only gates have one."""
+    (T, k), E = expert_TK.shape, num_experts
     np2 = triton.next_power_of_2
-    d_logits = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
+    like = gate_TK if logits_TE is None else logits_TE
+    d_logits = torch.empty(T, E, dtype=like.dtype, device=like.device)
     if T == 0:
         return d_logits
     bt = max(1, min(128, 2048 // max(np2(E), np2(k))))
     given = [None if d is None else d.contiguous() for d in (d_gate_TK, d_lse_T, d_prob_E)]
-    with on_device(logits_TE):
+    with on_device(like):
+        if logits_TE is None:
+            launch(_gates_backward_kernel, (triton.cdiv(T, bt),),
+                expert_TK, gate_TK, lse_T, gate_TK if given[0] is None else given[0], d_logits, T,
+                1.0 / scale if scale else 0.0, scale, k,
+                E=E, EP=np2(E), K=k, KP=np2(k), HAS_GATE=given[0] is not None, BT=bt, num_warps=4,
+            )  # fmt: skip
+            return d_logits
         launch(_backward_kernel, (triton.cdiv(T, bt),),
             logits_TE, expert_TK, gate_TK, *(gate_TK if d is None else d for d in given),
             d_logits, T, logits_TE.stride(0), logits_TE.stride(1), scale, k,
@@ -1044,7 +1122,8 @@ def _topk_gating_backward_triton(
 
 
 def _fake(
-    logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T, metadata
+    logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T, metadata,
+    on_hopper,
 ):  # fmt: skip
     T, E = logits_TE.shape
     ints, floats = {"dtype": torch.int32}, {"dtype": torch.float32}
@@ -1060,27 +1139,37 @@ def _fake(
 
 _forward_op = define_op(
     "topk_gating(Tensor logits_TE, int k, str score, str norm, float scale, Tensor? bias_E, "
-    "int groups, int groups_kept, int group_top, Tensor? valid_T, bool metadata) -> "
+    "int groups, int groups_kept, int group_top, Tensor? valid_T, bool metadata, bool hopper) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _topk_gating_triton,
     _fake,
 )
 _backward_op = define_op(
-    "topk_gating_backward(Tensor logits_TE, Tensor expert_TK, Tensor gate_TK, "
-    "Tensor? d_gate_TK, Tensor? d_lse_T, Tensor? d_prob_E, str score, str norm, float scale) "
-    "-> Tensor",
+    "topk_gating_backward(Tensor? logits_TE, Tensor expert_TK, Tensor gate_TK, Tensor lse_T, "
+    "Tensor? d_gate_TK, Tensor? d_lse_T, Tensor? d_prob_E, int num_experts, str score, str norm, "
+    "float scale) -> Tensor",
     _topk_gating_backward_triton,
-    lambda logits_TE, *rest: torch.empty_like(logits_TE, memory_format=torch.contiguous_format),
+    lambda logits_TE, expert_TK, gate_TK, lse_T, d_gate_TK, d_lse_T, d_prob_E, num_experts, *form: (
+        gate_TK if logits_TE is None else logits_TE
+    ).new_empty(expert_TK.shape[0], num_experts),
 )
 
 
 class _TopkGating(torch.autograd.Function):
+    """x, weight: None, or what the logits were made of by the backend `made_by`; then those are
+    kept, and the backward computes the logits again where it needs them."""
+
     @staticmethod
-    def forward(ctx, logits_TE, k, score, norm, scale, *rest):
+    def forward(ctx, logits_TE, x_TD, weight_ED, made_by, k, score, norm, scale, *rest):
         forward = _topk_gating_triton if is_eager(logits_TE) else _forward_op
         out = forward(logits_TE, k, score, norm, scale, *rest)
-        expert, gate = out[:2]
-        ctx.save_for_backward(logits_TE, expert, gate)
+        expert, gate, lse = out[:3]
+        if x_TD is None:
+            ctx.save_for_backward(logits_TE, None, None, expert, gate, lse)
+        else:
+            ctx.save_for_backward(None, x_TD, weight_ED, expert, gate, lse)
+        ctx.made_by = made_by
+        ctx.num_experts = logits_TE.shape[1]
         ctx.form = (score, norm, scale)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(expert, out[3], *out[5:])
@@ -1089,15 +1178,28 @@ class _TopkGating(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _0, d_gate, d_lse, _3, d_prob, *_rest):
-        logits_TE, expert, gate = ctx.saved_tensors
-        backward = _topk_gating_backward_triton if is_eager(logits_TE) else _backward_op
-        d_logits = backward(logits_TE, expert, gate, d_gate, d_lse, d_prob, *ctx.form)
-        return (d_logits, *(None for _ in range(10)))
+        logits_TE, x_TD, weight_ED, expert, gate, lse = ctx.saved_tensors
+        score, norm, _ = ctx.form
+        if d_lse is None and d_prob is None and gates_suffice(score, norm):
+            logits_TE = None
+        elif logits_TE is None:
+            logits_TE = router_logits_again(x_TD, weight_ED, ctx.made_by)
+        backward = _topk_gating_backward_triton if is_eager(gate) else _backward_op
+        d_logits = backward(
+            logits_TE, expert, gate, lse, d_gate, d_lse, d_prob, ctx.num_experts, *ctx.form
+        )
+        return (d_logits, *(None for _ in range(14)))
 
 
-def _run(logits_TE: Tensor, *rest) -> tuple[Tensor, ...]:
+def gates_suffice(score: str, norm: str) -> bool:
+    """Whether the gradient of the gates can be told from the gates, without the logits."""
+    return norm == "softmax_topk" or (norm == "topk_sum" and score == "softmax")
+
+
+def _run(logits_TE: Tensor, made_of: MadeOf | None, *rest) -> tuple[Tensor, ...]:
     if logits_TE.requires_grad and torch.is_grad_enabled():
-        return _TopkGating.apply(logits_TE, *rest)
+        x_TD, weight_ED, made_by = (None, None, "") if made_of is None else made_of
+        return _TopkGating.apply(logits_TE, x_TD, weight_ED, made_by, *rest)
     return (_topk_gating_triton if is_eager(logits_TE) else _forward_op)(logits_TE, *rest)
 
 
@@ -1168,6 +1270,22 @@ def _uses_kernels(backend: str, logits_TE: Tensor, k: int) -> bool:
     return chosen == "triton" and fits
 
 
+# The Hopper kernels' shapes; with fewer logits their three launches cost more than they save.
+_HOPPER_EXPERTS = (64, 256)
+_HOPPER_PER_TOKEN = (2, 8)
+_HOPPER_LOGITS = 1 << 20
+
+
+def _uses_hopper(backend: str, logits_TE: Tensor, k: int, groups: int, groups_kept: int) -> bool:
+    """Whether `moe.kernels.hopper.gating` serves this; for other forms "hopper" means "triton"."""
+    E = logits_TE.shape[1]
+    fits = _HOPPER_EXPERTS[0] <= E <= _HOPPER_EXPERTS[1] and groups_kept == groups
+    fits = fits and _HOPPER_PER_TOKEN[0] <= k <= _HOPPER_PER_TOKEN[1]
+    if not fits or backend == "triton" or logits_TE.numel() < _HOPPER_LOGITS:
+        return False
+    return logits_TE.stride(1) == 1 and hopper.available(logits_TE.device)
+
+
 def topk_gating(
     logits_TE: Tensor,
     k: int,
@@ -1181,6 +1299,7 @@ def topk_gating(
     group_top: int = 2,
     valid_T: Tensor | None = None,
     backend: str = "auto",
+    made_of: MadeOf | None = None,
 ) -> Gating:
     """Choose K experts for every token and compute gates, logsumexp, counts and probability sums.
 
@@ -1195,7 +1314,11 @@ def topk_gating(
         bias_E: [E] added to the score for the selection only.
         groups, groups_kept, group_top: group-limited selection; groups=1 is plain top-K.
         valid_T: [T] bool; rows that are False get expert -1 and gate 0 and are counted nowhere.
-        backend: "auto" (kernels on CUDA up to 4096 experts and k = 64), "triton" or "reference".
+        backend: "auto" (kernels on CUDA up to 4096 experts and k = 64; on Hopper its own where
+            they are faster), "triton" or "reference".
+        made_of: (x_TD, weight_ED, backend) of the `router_logits` call that gave the logits; then
+            the kernels keep those two for the backward in place of the logits, 4TE bytes, and
+            compute the logits again if anything but the gates of a softmax has a gradient.
 
     Raises:
         ValueError: an argument out of range, by name and value.
@@ -1208,7 +1331,8 @@ def topk_gating(
     args = (logits_TE, k, score, norm, scale, bias_E, groups, groups_kept, group_top, valid_T)
     if not _uses_kernels(backend, logits_TE, k):
         return topk_gating_ref(*args)
-    return Gating(*_run(*args, False)[:6])
+    on_hopper = _uses_hopper(backend, logits_TE, k, groups, groups_kept)
+    return Gating(*_run(logits_TE, made_of, *args[1:], False, on_hopper)[:6])
 
 
 def topk_routing(
@@ -1224,6 +1348,7 @@ def topk_routing(
     group_top: int = 2,
     valid_T: Tensor | None = None,
     backend: str = "auto",
+    made_of: MadeOf | None = None,
 ) -> tuple[Gating, RoutingMetadata]:
     """`topk_gating` and the `routing_metadata` of its choice, in fewer launches than the two.
 
@@ -1236,5 +1361,6 @@ def topk_routing(
         gating = topk_gating_ref(*args)
         E = logits_TE.shape[1]
         return gating, routing_metadata_ref(gating.expert_TK.reshape(-1), E, k)
-    out = _run(*args, True)
+    on_hopper = _uses_hopper(backend, logits_TE, k, groups, groups_kept)
+    out = _run(logits_TE, made_of, *args[1:], True, on_hopper)
     return Gating(*out[:6]), RoutingMetadata(*out[6:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe.kernels import hopper
 from moe.kernels import topk_gating as module
 from moe.kernels.routing_metadata import routing_metadata, tile_schedule
 from moe.kernels.topk_gating import NORMS, SCORES, topk_gating, topk_routing
@@ -48,10 +49,10 @@ def same(a, b, atol=2e-6, prob=1e-4):
     torch.testing.assert_close(a.prob_sum_E, b.prob_sum_E, rtol=prob, atol=1e-5)
 
 
-def compare(z, k, **form):
+def compare(z, k, kernels="triton", **form):
     """Kernels against the reference on the same GPU: outputs, metadata, gradient."""
     results = []
-    for backend in ("reference", "triton"):
+    for backend in ("reference", kernels):
         poison()
         leaf = z.clone().requires_grad_()
         gating, meta = topk_routing(leaf, k, backend=backend, **form)
@@ -90,6 +91,68 @@ def test_tokens(T, E, k):
     compare(torch.randn(T, E, device=CUDA), k)
 
 
+HOPPER = {  # T, E, k and the form
+    "plain": (65536, 128, 8, {}),
+    "odd number of tokens": (8219, 128, 6, {}),
+    "64 experts": (16411, 64, 8, {"norm": "none", "scale": 2.5}),
+    "256 experts": (5000, 256, 4, {"norm": "softmax_topk"}),
+    "padded experts": (11001, 96, 2, {}),
+    "sigmoid": (9000, 128, 8, {"score": "sigmoid"}),
+    "identity": (9000, 128, 8, {"score": "identity", "norm": "none"}),
+    "valid": (9001, 128, 8, {"score": "sqrtsoftplus", "valid_T": True}),
+}
+
+
+@pytest.mark.parametrize("logits", ["random", "special", "ties", "equal", "strided"])
+@pytest.mark.parametrize("case", HOPPER)
+def test_on_hopper(case, logits):
+    """The kernels of `moe.kernels.hopper.gating`, and that they are taken."""
+    T, E, k, form = HOPPER[case]
+    if logits != "random" and case not in ("plain", "valid", "sigmoid"):
+        pytest.skip("one kernel of each kind is enough")
+    z = torch.randn(T, E + 20, device=CUDA)[:, :E]
+    if logits == "ties":
+        z = (z * 4).round() / 4
+    if logits == "equal":
+        z = torch.zeros_like(z)
+    if logits != "strided":
+        z = z.contiguous()
+    if logits == "special":
+        special_rows(z)
+        z[400:420] *= 1e30
+        z[500] = 3e38
+    if "valid_T" in form:
+        valid = torch.rand(T, device=CUDA) > 0.3
+        z = z.masked_fill(~valid[:, None], float("nan")) if logits == "special" else z
+        form = {**form, "valid_T": valid}
+    available = hopper.available(z.device)
+    assert module._uses_hopper("auto", z, k, 1, 1) == available
+    if not available:
+        pytest.skip("needs a Hopper GPU")
+    compare(z, k, "auto", **form)
+    again = topk_routing(z, k, **form), topk_routing(z, k, **form)
+    for first, second in zip(*((*gating, *meta) for gating, meta in again), strict=True):
+        assert torch.equal(first, second)
+    alone = topk_gating(z, k, **form)
+    for first, second in zip(alone, again[0][0], strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_selection_bias_on_hopper(score):
+    z = torch.randn(10000, 128, device=CUDA)
+    bias = torch.randn(128, device=CUDA) * 0.1
+    bias[3], bias[5] = float("-inf"), float("nan")
+    form = {"score": score, "bias_E": bias, "norm": "none"}
+    auto, right = topk_gating(z, 8, **form), topk_gating(z, 8, backend="reference", **form)
+    # scores are rounded differently: a pair of equal biased scores may swap
+    assert (auto.expert_TK != right.expert_TK).sum() <= 4
+    torch.testing.assert_close(auto.counts_E, right.counts_E, atol=4, rtol=0)
+    torch.testing.assert_close(auto.prob_sum_E, right.prob_sum_E, rtol=1e-4, atol=1e-5)
+    same = (auto.expert_TK == right.expert_TK).all(dim=1)
+    torch.testing.assert_close(auto.gate_TK[same], right.gate_TK[same], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("T", [300, 5000])
 def test_no_tokens_and_padding(T):
     z = torch.randn(T, 128, device=CUDA)
@@ -104,6 +167,15 @@ def test_no_tokens_and_padding(T):
     (none.gate_TK.sum() + none.prob_sum_E.sum()).backward()
     assert empty.grad.shape == (0, 128)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("E", "k"), [(4, 4), (4, 2), (8, 2), (3, 2), (2, 2), (2, 1), (16, 4)])
+@pytest.mark.parametrize("T", [7, 96, 192, 400])
+@pytest.mark.parametrize("masked", [False, True])
+def test_few_experts_and_tokens(T, E, k, masked):
+    """Tiles that are not full, rows that are not valid, as few experts as threads share."""
+    valid = torch.rand(T, device=CUDA) > 0.3 if masked else None
+    compare(torch.randn(T, E, device=CUDA), k, valid_T=valid)
 
 
 @pytest.mark.parametrize("score", SCORES)

@@ -1,12 +1,14 @@
 """Kernels for Hopper (compute capability 9.x) in Triton's Gluon dialect: the `hopper` backend.
 
-The six grouped products of the experts, warp-specialised: see `_device` for how. Sorting, combine
-and the small kernels around them are those of the Triton tier. This file decides alone, without
-importing Gluon, whether the kernels can run; the launchers are imported where they are called.
+The six grouped products of the experts, warp-specialised: see `_device` for how; and the router of
+large batches. Combine and the small kernels are those of the Triton tier. This file decides alone,
+without importing Gluon, whether the kernels can run; the launchers are imported where they are
+called.
 
     rows           up-projection with SwiGLU, down-projection, gradient of the gathered X
     down_backward  dH, A' and dS
     outer          gradients of both weights
+    gating         the router's top-K and the sort behind it
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def missing() -> str | None:
             f"{first[0]}.{first[1]} to {end[0]}.{end[1] - 1}"
         )
     try:
-        for name in ("rows", "outer", "down_backward"):
+        for name in ("rows", "outer", "down_backward", "gating"):
             importlib.import_module(f"moe.kernels.hopper.{name}")
     except (ImportError, AttributeError) as error:
         return f"Gluon of Triton {triton.__version__} lacks what the kernels use: {error}"
@@ -72,6 +74,11 @@ def _usable(device: torch.device) -> bool:
     if reason is not None:
         _notice(reason)
     return reason is None
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels can run there."""
+    return _here(device) and _missing() is None
 
 
 def why_not(

@@ -32,11 +32,15 @@ if HAVE_TRITON:  # always: nothing imports this file where it is not
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+    # the name since Triton 3.7, and before
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 __all__ = [
     "FAR",
     "TensorDescriptor",
     "arrive_behind",
     "async_copy",
+    "barrier",
     "column_parts",
     "fence_async_shared",
     "gather_layout",

@@ -24,7 +24,8 @@ from tests.moe.kernels.compile_sm90 import (
 
 # name: T, E, K and what is asked of `topk_gating`
 GATING = {
-    "tiny": (2048, 8, 2, {}),
+    "tiny": (512, 8, 2, {}),
+    "small": (2048, 8, 2, {}),
     "6 of 128": (65536, 128, 6, {}),  # not a power of two: the sorted lists are padded
 }
 MORE_GATING = {
@@ -43,7 +44,7 @@ MORE_GATING = {
     "odd": (7777, 60, 4, {"valid": True, "norm": "softmax_topk", "score": "sigmoid"}),
     "64 of 384": (4096, 384, 64, {}),
 }  # fmt: skip
-ROUNDING = {"K=2": (16384, 128, 2, {})}
+ROUNDING = {"K=2": (16384, 128, 2, {}), "more tokens": (32768, 64, 2, {})}
 MORE_ROUNDING = {
     "K=4": (16384, 256, 4, {"variant": "balanced", "renorm": "tr", "score": "sigmoid"}),
     "many tokens": (65536, 128, 8, {"variant": "score", "protect_top1": True, "cap": 2048}),
@@ -75,9 +76,10 @@ def _compile(everything: bool) -> None:
         valid = torch.ones(T, dtype=torch.bool) if ask.pop("valid", False) else None
         form = (ask.pop("score", "softmax"), ask.pop("norm", "topk_sum"), 1.0)
         limit = (ask.pop("groups", 1), ask.pop("groups_kept", 1), 2)
-        out = topk_gating._topk_gating_triton(logits, k, *form, bias, *limit, valid, True)
+        out = topk_gating._topk_gating_triton(logits, k, *form, bias, *limit, valid, True, False)
         grads = (torch.zeros(T, k), torch.zeros(T), torch.zeros(E))
-        topk_gating._topk_gating_backward_triton(logits, *out[:2], *grads, *form)
+        topk_gating._topk_gating_backward_triton(logits, *out[:3], *grads, E, *form)
+        topk_gating._topk_gating_backward_triton(None, *out[:3], grads[0], None, None, E, *form)
     for name, (T, E, k, ask) in {**ROUNDING, **(MORE_ROUNDING if everything else {})}.items():
         shape = name
         call = {
@@ -99,6 +101,7 @@ def _compile(everything: bool) -> None:
     ids = torch.zeros(70000, dtype=torch.int32)
     routing_metadata._routing_metadata_triton(ids, 128, None, ids, 70000)
     routing_metadata._routing_metadata_triton(ids[:999], 8, 1, None, 999)
+    routing_metadata._slots_of_rows_triton(ids, torch.zeros(129, dtype=torch.int32), 8)
     routing_metadata._tile_schedule_triton(torch.zeros(129, dtype=torch.int32), 128, 70000)
 
 
@@ -110,9 +113,10 @@ def _compile(everything: bool) -> None:
 def test_kernels_compile_for_hopper(tmp_path: Path):
     rows = rows_of(__file__, tmp_path, str(int(EVERYTHING)))
     assert {row["kernel"] for row in rows} == {
-        "_gating_kernel", "_backward_kernel", "_finish_kernel", "_place_kernel", "_count_kernel",
-        "_tiles_kernel", "_targets_kernel", "_rank_keys_kernel", "_select_kernel",
-        "_member_kernel", "_fill_kernel", "_rounding_backward_kernel",
+        "_gating_kernel", "_backward_kernel", "_gates_backward_kernel", "_finish_kernel",
+        "_place_kernel", "_count_kernel", "_tiles_kernel", "_targets_kernel", "_rank_keys_kernel",
+        "_select_kernel", "_member_kernel", "_fill_kernel", "_rounding_backward_kernel",
+        "_round_kernel", "_slots_kernel",
     }  # fmt: skip
     for row in rows:
         assert row["spilled bytes"] == 0, row

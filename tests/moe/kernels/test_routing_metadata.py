@@ -176,6 +176,9 @@ def test_operators():
     ids = torch.randint(-1, 3, (8,), dtype=torch.int32)
     ops = torch.ops.tessera
     torch.library.opcheck(ops.routing_metadata.default, (ids, 3, 2, None, 10), test_utils=checks)
+    offsets = torch.tensor([0, 2, 2, 4], dtype=torch.int32)
+    row = torch.tensor([2, -1, 0, 3, 1, -1], dtype=torch.int32)
+    torch.library.opcheck(ops.slots_of_rows.default, (row, offsets, 2), test_utils=checks)
     torch.library.opcheck(ops.routing_metadata.default, (ids, 3, None, ids, 8), test_utils=checks)
     offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
     torch.library.opcheck(ops.tile_schedule.default, (offsets, 4, 9), test_utils=checks)

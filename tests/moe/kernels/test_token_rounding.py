@@ -315,11 +315,23 @@ def test_kernel_sizes(T, E, k, tile):
 
 
 @triton_only
-def test_keys_that_do_not_fit_into_registers(monkeypatch):
+@pytest.mark.parametrize("in_registers", [0, 64])
+@pytest.mark.parametrize("variant", ["up", "down", "score"])
+def test_tokens_that_do_not_fit_into_registers(monkeypatch, in_registers, variant):
     # ties inside one expert, over the blocks of keys that are read again for every bit
-    monkeypatch.setattr(module, "_KEYS_IN_REGISTERS", 0)
+    monkeypatch.setattr(module, "_TOKENS_IN_REGISTERS", 0)
+    monkeypatch.setattr(module, "_KEYS_IN_REGISTERS", in_registers)
     z = (torch.randn(40, 3) * 2).round() / 2
-    compare(z, 1, tile=8, variant="up")
+    compare(z, 1, tile=8, variant=variant)
+
+
+@triton_only
+@pytest.mark.parametrize("at_once", [0, 1 << 20])
+@pytest.mark.parametrize("tokens", [128, 300])
+def test_several_blocks_of_slots(monkeypatch, at_once, tokens):
+    monkeypatch.setattr(module, "_SUMMED_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "_TOKENS_IN_REGISTERS", 200)
+    compare(torch.randn(tokens, 5), 2, tile=32, variant="nearest")
 
 
 @triton_only

@@ -517,13 +517,18 @@ class TestTwoStage:
 
 @triton_only
 def test_operator():
-    ids, gate = topk_gating(torch.randn(5, 6), 2, backend="triton")[:2]
+    ids, gate, lse = topk_gating(torch.randn(5, 6), 2, backend="triton")[:3]
     z = torch.randn(5, 6)
     checks = ("test_schema", "test_faketensor")
-    args = (z, 2, "softmax", "topk_sum", 1.0, None, 1, 1, 2, None, True)
+    args = (z, 2, "softmax", "topk_sum", 1.0, None, 1, 1, 2, None, True, False)
     torch.library.opcheck(torch.ops.tessera.topk_gating.default, args, test_utils=checks)
-    back = (z, ids, gate, torch.randn(5, 2), None, torch.randn(6), "softmax", "none", 1.0)
-    torch.library.opcheck(torch.ops.tessera.topk_gating_backward.default, back, test_utils=checks)
+    given = (torch.randn(5, 2), None, torch.randn(6), 6)
+    for back in (
+        (z, ids, gate, lse, *given, "softmax", "none", 1.0),
+        (None, ids, gate, lse, given[0], None, None, 6, "softmax", "topk_sum", 1.0),
+    ):
+        op = torch.ops.tessera.topk_gating_backward.default
+        torch.library.opcheck(op, back, test_utils=checks)
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=triton_only)])
