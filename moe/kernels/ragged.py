@@ -173,6 +173,15 @@ def _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP: tl.constexpr):
 
 
 @triton.jit
+def _inclusive(tiles, EP: tl.constexpr):
+    """Sums of tiles 0 … i, compared and added: Triton 3.6 has miscounted scans of few numbers that
+    many threads hold."""
+    i = tl.arange(0, EP)
+    below = i[None, :] <= i[:, None]
+    return tl.sum(tl.where(below, tl.broadcast_to(tiles[None, :], (EP, EP)), 0), axis=1)
+
+
+@triton.jit
 def _expert_of(t, tiles, last, order_ptr, E, EP: tl.constexpr):
     """(expert, number of the tile in it) of tile t; `last` is the inclusive sum of `tiles`."""
     before = last <= t
@@ -191,7 +200,7 @@ def _up_kernel(
 ):  # fmt: skip
     rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     tiles = tl.cdiv(rows, BM) * tl.cdiv(units * WIDTH, BN)
-    last = tl.cumsum(tiles, axis=0)
+    last = _inclusive(tiles, EP) if EP <= 128 else tl.cumsum(tiles, axis=0)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
         e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
         first = tl.load(offsets_ptr + e)
@@ -238,7 +247,7 @@ def _rows_kernel(
 ):  # fmt: skip
     rows, _units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     tiles = tl.cdiv(rows, BM) * tl.cdiv(D, BN)
-    last = tl.cumsum(tiles, axis=0)
+    last = _inclusive(tiles, EP) if EP <= 128 else tl.cumsum(tiles, axis=0)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
         e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
         first = tl.load(offsets_ptr + e)
@@ -327,7 +336,7 @@ def _down_backward_kernel(
 ):  # fmt: skip
     rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     tiles = tl.cdiv(rows, BM) * tl.cdiv(units, BN)
-    last = tl.cumsum(tiles, axis=0)
+    last = _inclusive(tiles, EP) if EP <= 128 else tl.cumsum(tiles, axis=0)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
         e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
         first = tl.load(offsets_ptr + e)
@@ -384,7 +393,7 @@ def _outer_kernel(
     _rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     col_tiles = tl.cdiv(D, BN)
     tiles = tl.cdiv(units * WIDTH, BM) * col_tiles
-    last = tl.cumsum(tiles, axis=0)
+    last = _inclusive(tiles, EP) if EP <= 128 else tl.cumsum(tiles, axis=0)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
         e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
         start = tl.load(offsets_ptr + e)
@@ -421,6 +430,11 @@ def _pick(kernel: str, dtype: torch.dtype, bm: int | None, key: tuple, run, devi
 
 def _bm(dtype: torch.dtype, rows: int, sizes: tuple[int, ...]) -> int:
     return _tiles.tile_rows(dtype, rows, len(sizes))
+
+
+def _padded(sizes: tuple[int, ...]) -> int:
+    """Experts that a kernel's lists have room for."""
+    return max(8, triton.next_power_of_2(len(sizes)))
 
 
 def _grid(device, c: Config, bm: int, rows: int, sizes: tuple[int, ...], columns: int) -> int:
@@ -461,7 +475,7 @@ def up_triton(
         x, x_desc, w1_PD, w_desc, h_RH if save_h else None, h_desc, a_RN, a_desc, token_R,
         offsets_E1, starts, order, len(sizes), D, H, N, P, x.stride(0) // vec, w1_PD.stride(0),
         ACT=activation, WIDTH=width, GATHER=token_R is not None, STORE_H=save_h, TMA=tma,
-        EVEN=D % c.bk == 0, VEC=vec, EP=triton.next_power_of_2(len(sizes)),
+        EVEN=D % c.bk == 0, VEC=vec, EP=_padded(sizes),
         BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, SPLIT=c.split,
         num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
@@ -492,7 +506,7 @@ def rows_triton(
     starts, order = _lists(sizes, a_RI.device)
     launch(_rows_kernel, (_grid(a_RI.device, c, c.bm, R, sizes, D),),
         a_RI, a_desc, w_PD, w_desc, out_RD, out_desc, offsets_E1, starts, order, len(sizes), D,
-        a_RI.stride(0), w_PD.stride(0), WIDTH=width, TMA=tma, EP=triton.next_power_of_2(len(sizes)),
+        a_RI.stride(0), w_PD.stride(0), WIDTH=width, TMA=tma, EP=_padded(sizes),
         BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, SPLIT=c.split,
         num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
@@ -541,7 +555,7 @@ def down_backward_triton(
         do.stride(0) // vec, w2_UD.stride(0),
         ACT=activation, WIDTH=width, GATHER=token_R is not None, GATES=gates_S is not None,
         SLOTS=slot_R is not None, TMA=tma, EVEN=D % c.bk == 0, VEC=vec,
-        EP=triton.next_power_of_2(len(sizes)), BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group,
+        EP=_padded(sizes), BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group,
         SPLIT=c.split, num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     if gates_S is not None:
@@ -577,7 +591,7 @@ def outer_triton(
         left_RI, left_desc, right, right_desc, token_R, out_PD, out_desc, offsets_E1, starts,
         order, len(sizes), I, D, left_RI.stride(0) // vec, right.stride(0) // vec,
         WIDTH=width, GATHER=token_R is not None, TMA=tma, EVEN_LEFT=I % c.bm == 0,
-        EVEN_RIGHT=D % c.bn == 0, VEC=vec, EP=triton.next_power_of_2(len(sizes)),
+        EVEN_RIGHT=D % c.bn == 0, VEC=vec, EP=_padded(sizes),
         BM=c.bm, BN=c.bn, BK=c.bk, SPLIT=c.split, num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     return out_PD
