@@ -219,8 +219,10 @@ def unknown_key_message(section: str, key: str, value: Any, names: dict[str, Seq
     best = nearest(key, here)
     plain = key.replace("-", "_").lower()
     # An exact name elsewhere beats a similar one here: the key sits one level too high or astray.
+    # Not one that lacks a letter, as train.step does.
     exact = [f"{place}.{plain}" for place, keys in names.items() if place and plain in keys]
-    if best is not None and (best.lower() == plain or not exact):
+    alike = best and difflib.SequenceMatcher(None, plain, best.lower()).ratio() > 0.85
+    if best is not None and (alike or not exact):
         where = f"{section}.{best}" if section else best
         return f"{head}; did you mean {where}?"
     if exact:
