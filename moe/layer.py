@@ -406,7 +406,7 @@ class MoE(nn.Module):
         logits_TE: Tensor,
         valid_T: Tensor | None,
         select_TE: Tensor | None,
-        made_of: MadeOf | None,
+        made_of: MadeOf | None = None,
     ) -> tuple[Gating, Routing, Tensor | None]:
         c, router = self.config, self.router
         if c.score == "relu":
