@@ -15,6 +15,7 @@ from training.config_surgery import (
     check_importance,
     check_surgery,
     chosen_by_importance,
+    makes_copies,
     uses_slots,
 )
 from training.exactness import check_exactness, mask_steps
@@ -181,9 +182,15 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ("surgery.start_experts",),
     ),
     (
-        "without surgery.events, surgery.policy or router.revive_after",
-        lambda c: not uses_slots(c) and c.router.revive_after is None,
+        "without surgery.events that copy, surgery.policy or router.revive_after",
+        lambda c: not makes_copies(c) and c.router.revive_after is None,
         ("surgery.noise",),
+    ),
+    (
+        "without surgery.events that copy, or surgery.policy",
+        # the others are what an empty one becomes
+        lambda c: not makes_copies(c) and c.surgery.clone == "family",
+        ("surgery.clone",),
     ),
     (
         "where nothing looks at it: without surgery.policy, or events that choose by it",

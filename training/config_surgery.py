@@ -106,6 +106,12 @@ def least_experts(config: Config) -> int:
     return max(k, router.top_k_start or 0) + (router.bias_update == "quantile")
 
 
+def makes_copies(config: Config) -> bool:
+    """Whether a slot may get a copy of an expert."""
+    events = any(event.kind != "retire" for event in config.surgery.events)
+    return events or config.surgery.policy != "none"
+
+
 def chosen_by_importance(config: Config) -> bool:
     """Whether anything looks at what experts are worth."""
     surgery = config.surgery

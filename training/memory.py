@@ -225,7 +225,7 @@ def _foreign_bytes(config: Config, plan: Plan) -> int:
     model, width = config.model.config, DTYPES[plan.dtype].itemsize
     tokens = plan.micro_batch_size * config.data.seq_len * (plan.mesh.expert - 1)
     layers = 1 if config.train.checkpointing == "full" else len(model.moe_layers)
-    columns = 2 * model.moe_intermediate_size
+    columns = 2 * model.expert_size
     kept = {"h": columns * width, "fp8_h": columns, "x": 0}[config.model.save]
     rows = model.num_experts_per_tok * kept + model.hidden_size * width
     return layers * tokens * rows

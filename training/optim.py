@@ -387,14 +387,14 @@ class MasterAdamW:
         loss.backward()
 
     def weights_and_gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Name → views of the master weight and of its summed gradient, flat; they stay the same
-        memory. Between the last backward and `step` the gradient is that of the step, if the
-        parameter got one."""
-        found = {}
-        for flat in self.flats:
-            weights, gradients = flat.pieces(flat.master), flat.pieces(flat.gradient)
-            found |= {name: (weights[name], gradients[name]) for name in weights}
-        return found
+        """Name → views of the master weight and of its summed gradient, flat, between the last
+        backward and `step`."""
+        gradients = self.gradient_views()
+        return {
+            name: (weight, gradients[name])
+            for flat in self.flats
+            for name, weight in flat.pieces(flat.master).items()
+        }
 
     def gradients(self) -> dict[str, Tensor]:
         """float32 copies of the summed gradients by name, flat, between the last backward and

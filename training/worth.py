@@ -8,7 +8,7 @@ Shape letters: L MoE layers, E slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,15 +46,16 @@ class Worth:
         *,
         how: str,
         decay: float,
-        weights: Sequence[tuple[Tensor, Tensor]] = (),
+        weights: Callable[[], Sequence[tuple[Tensor, Tensor]]] = tuple,
         device: torch.device | str = "cpu",
     ) -> None:
         """
         Args:
             how: see `moe.surgery.importance_sums`.
-            weights: taylor: per layer the down projections and their gradient of a step, [E, X].
+            weights: taylor: per layer the down projections and their gradient of a step, [E, X];
+                asked for in every step, as gradients may lie elsewhere then.
         """
-        self.how, self.decay, self.weights = how, decay, list(weights)
+        self.how, self.decay, self.weights = how, decay, weights
         self.importance_LE = torch.zeros(layers, experts, device=device)
         self.load_LE = torch.zeros(layers, experts, device=device)
         self.low_LE = torch.zeros(layers, experts, device=device)
@@ -74,7 +75,8 @@ class Worth:
     def before_update(self) -> None:
         """Read off the summed gradients what goes with the optimizer's step."""
         if self.how == "taylor":
-            products = [(weight * grad).sum(dim=1) for weight, grad in self.weights]
+            dtype = self._taylor_LE.dtype
+            products = [(weight * grad).sum(dim=1, dtype=dtype) for weight, grad in self.weights()]
             self._taylor_LE.copy_(torch.stack(products).abs())
 
     @torch.no_grad()
@@ -120,21 +122,26 @@ def make_worth(
     if not uses_slots(config) or not routers:
         return None
     slots, how = config.model.config.num_experts, importance(config)
-    weights = []
-    if how == "taylor":
-        pairs = optimizer.weights_and_gradients()
-        weights = [
-            tuple(flat.view(slots, -1) for flat in pairs[f"{prefix}w2"])
-            for prefix in layer_names(model)
-        ]
     return Worth(
         len(routers),
         slots,
         how=how,
         decay=config.surgery.importance_decay,
-        weights=weights,
+        weights=lambda: down_projections(model, optimizer, slots),
         device=device,
     )
+
+
+def down_projections(
+    model: nn.Module, optimizer: MasterAdamW, slots: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Per MoE layer the master weights w2 and their summed gradient, [E, X], between the last
+    backward pass and the optimizer's step; of one process."""
+    pairs = optimizer.weights_and_gradients()
+    return [
+        tuple(flat.view(slots, -1) for flat in pairs[f"{prefix}w2"])
+        for prefix in layer_names(model)
+    ]
 
 
 def layer_names(model: nn.Module) -> list[str]:

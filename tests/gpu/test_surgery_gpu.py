@@ -26,7 +26,7 @@ from training.data.batch import make_batch
 from training.loop import agree_on_step, train_step
 from training.optim import MasterAdamW, parameter_groups
 from training.surgery import make_changes
-from training.worth import Worth, layer_names
+from training.worth import Worth, down_projections
 
 pytestmark = pytest.mark.gpu
 QUANTILE = {
@@ -47,12 +47,9 @@ def build(config, **options):
 
 
 def worth_of(model, optimizer, how, slots):
-    pairs = optimizer.weights_and_gradients()
-    weights = [
-        tuple(flat.view(slots, -1) for flat in pairs[f"{prefix}w2"])
-        for prefix in layer_names(model)
-    ]
-    weights = weights if how == "taylor" else []
+    def weights():
+        return down_projections(model, optimizer, slots)
+
     return Worth(len(model.layers), slots, how=how, decay=0.9, weights=weights, device=CUDA)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +133,20 @@ def test_rows_of_other_ranks_count_where_all_are_sent(tmp_path):
     h = len(SMALL.moe_layers) * tokens * SMALL.num_experts_per_tok
     assert whole.activations - plain.activations == rows + h * 2 * SMALL.moe_intermediate_size * 2
     assert lean.activations < whole.activations
+
+
+@pytest.mark.parametrize("name", ["olmoe_1b_7b", "mixtral_8x7b", "qwen3_30b_a3b"])
+def test_rows_of_other_ranks_are_as_wide_as_the_experts_of_each_family(name, monkeypatch):
+    """olmoe and mixtral have no `moe_intermediate_size`."""
+    monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    words = ["parallel.schedule=whole", "train.dtype=float32"]
+    config = load_config(f"configs/{name}.yaml", words)
+    plan = make_plan(config, 8, cuda=False, hosts=4)
+    model, tokens = config.model.config, 3 * plan.micro_batch_size * config.data.seq_len
+    layers = 1 if config.train.checkpointing == "full" else len(model.moe_layers)
+    values = 2 * model.expert_size * model.num_experts_per_tok + model.hidden_size
+    assert process_memory(config, plan).activations == 4 * layers * tokens * values
 
 
 def saved_bytes(config: ModelConfig, rows: int, seq_len: int, **options) -> int:

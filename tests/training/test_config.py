@@ -1,6 +1,7 @@
 """Loading a config: what is accepted, and that every mistake is one line with a way out of it."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -164,7 +165,16 @@ MISTAKES = [
     ("eval.sample_tokens=9", "eval.sample_tokens=9 has no effect without eval.sample_prompt"),
     ("log.wandb_project=x", "log.wandb_project='x' has no effect with log.wandb=off"),
     ("surgery.start_experts=4", "surgery.start_experts=4 has no effect without surgery.events or"),
-    ("surgery.noise=0.1", "surgery.noise=0.1 has no effect without surgery.events, surgery.policy"),
+    ("surgery.noise=0.1", "surgery.noise=0.1 has no effect without surgery.events that copy, "),
+    (
+        "surgery.events=[{step: 5, kind: retire}] surgery.noise=0.1",
+        "surgery.noise=0.1 has no effect without surgery.events that copy, ",
+    ),
+    ("surgery.clone=family", "surgery.clone='family' has no effect without surgery.events that"),
+    (
+        "surgery.events=[{step: 5, kind: retire}] surgery.clone=family",
+        "surgery.clone='family' has no effect without surgery.events that copy, or surgery.policy",
+    ),
     ("surgery.importance=load", "surgery.importance='load' has no effect where nothing looks"),
     ("surgery.every=5", "surgery.every=5 has no effect while surgery.policy=none"),
     ("surgery.policy=replace surgery.clone_above=2", "surgery.clone_above=2.0 has no effect with"),
@@ -244,7 +254,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=[words for words, _ in MISTAKES])
 def test_a_mistake_is_one_line(file, words, expected):
     # "a=[0.9, 1]" holds a space of its own
-    overrides = [words] if "[" in words else words.split()
+    overrides = re.split(r" (?=[\w.]+=)", words)
     with pytest.raises(ConfigError) as caught:
         load_config(file, overrides)
     assert expected in one_line(caught)

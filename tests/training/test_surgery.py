@@ -21,12 +21,12 @@ E = 8
 NOISE = 0.01
 
 
-def make(dtype=torch.float32, family="qwen3_moe", **options):
+def make(dtype=torch.float32, family="qwen3_moe", accumulates=True, **options):
     fields = MODEL | {"num_experts": E}
     if family == "glm4_moe":
         fields |= {"family": family, "first_k_dense_replace": 0}
     model = build_model(ModelConfig(**fields), dtype=dtype, **options).train()
-    return model, MasterAdamW(parameter_groups_of(model))
+    return model, MasterAdamW(parameter_groups_of(model), accumulates=accumulates)
 
 
 def parameter_groups_of(model):
@@ -288,6 +288,33 @@ def test_importance_is_an_average_over_applied_steps(how):
     assert worth.importance_LE[1, 7] == worth.importance_LE[1, 2] > 0
     assert worth.importance_LE[0, 0] == worth.load_LE[0, 0] == 0
     assert worth.changed_L.tolist() == [50, 40]
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_what_goes_with_an_expert_is_read_wherever_its_gradient_lies(accumulates):
+    """bfloat16 gradients of a step of one micro-batch stay where autograd put them."""
+    model, optimizer = make(
+        torch.bfloat16, accumulates=accumulates, start_experts=6, importance="taylor"
+    )
+    config = types.SimpleNamespace(
+        surgery=SurgeryConfig(importance="taylor", importance_decay=0.0, policy="resize"),
+        model=types.SimpleNamespace(config=model.config),
+    )
+    worth = make_worth(config, model, optimizer, torch.device("cpu"))
+    for step in range(3):
+        optimizer.zero_grad()
+        out = model(tokens(step), labels_BL=tokens(step).roll(-1, 1))
+        (out.loss_sum / 256).backward()
+        worth.before_update()
+        worth.update(out.router.detach())
+        held, gradients = optimizer.tensors(), optimizer.gradients()
+        for layer in range(2):
+            name = f"layers.{layer}.moe.w2"
+            product = held[f"weights/{name}"].double() * gradients[name].double()
+            wanted_E = product.view(E, -1).sum(1).abs().float()
+            assert wanted_E[:6].min() > 0
+            torch.testing.assert_close(worth.importance_LE[layer], wanted_E, rtol=1e-3, atol=1e-7)
+        optimizer.step(1e-2)
 
 
 def test_a_clone_brings_moments_and_a_retirement_leaves_none():
