@@ -116,7 +116,8 @@ class MoEConfig:
     """auto | hopper | triton | reference | spmm; auto takes what is fastest on the tensors' device,
     spmm computes the experts by products of sparse matrices (`moe.sparse.experts`)."""
     save: str = "h"
-    """What the experts keep for the backward: h (pre-activations), or x and compute h again."""
+    """What the experts keep for the backward: h (pre-activations), fp8_h (the same in float8), or x
+    and compute h again; see `moe.experts`."""
     init_std: float = 0.02
     """Standard deviation of all initial weights."""
     router_init_std: float | None = None
@@ -162,6 +163,8 @@ class MoEConfig:
                 f"expert_widths={list(widths)} must be num_experts={self.num_experts} widths, the "
                 f"widest expert_size={self.expert_size}"
             )
+        if self.save == "fp8_h":
+            raise ValueError("save='fp8_h' does not go with expert_widths; allowed: h, x")
         if self.control.gradient == "dense":
             raise ValueError(
                 "gradient='dense' computes all experts as one product; allowed with "

@@ -50,6 +50,10 @@ def check_router(config: MoEConfig) -> None:
     if config.control.top_k is not None:
         _check_top_k(config)
     _check_noise(config)
+    if config.importance not in IMPORTANCES:
+        raise ValueError(
+            f"importance={config.importance!r} is unknown; allowed: {', '.join(IMPORTANCES)}"
+        )
     if config.start_experts is not None:
         _check_slots(config)
     elif config.families:
@@ -130,10 +134,6 @@ def _check_slots(config: MoEConfig) -> None:
             f"control.ema={config.control.ema:g} does not go with families=True: the average and "
             "the weight could each prefer another member of a family; allowed: None"
         )
-    if config.importance not in IMPORTANCES:
-        raise ValueError(
-            f"importance={config.importance!r} is unknown; allowed: {', '.join(IMPORTANCES)}"
-        )
 
 
 def _check_bias_update(config: MoEConfig) -> None:
@@ -186,6 +186,11 @@ def _check_sampling(config: MoEConfig) -> None:
     if config.amplitude and config.score != "softmax":
         raise ValueError(f"score={config.score!r} does not go with amplitude; allowed: 'softmax'")
     if not temperature:
+        if (until := config.control.sample_until) is not None:
+            raise ValueError(
+                f"control.sample_until={until} has no effect with sample_temperature=0; allowed: "
+                "None"
+            )
         return
     if config.score not in ("softmax", "sigmoid"):
         raise ValueError(

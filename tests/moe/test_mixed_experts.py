@@ -242,3 +242,6 @@ def test_what_does_not_fit_is_refused_by_name():
             mixed_experts(x, w1, w2, **{**good, **change})
     with pytest.raises(ValueError, match=r"w2 is torch.float64"):
         mixed_experts(x, w1, w2.double(), **good)
+    config = {"hidden_size": 8, "expert_size": 6, "num_experts": 2, "num_experts_per_tok": 1}
+    with pytest.raises(ValueError, match="save='fp8_h' does not go with expert_widths"):
+        MoEConfig(**config, norm="none", expert_widths=(4, 6), save="fp8_h")

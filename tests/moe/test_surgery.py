@@ -312,6 +312,7 @@ def test_what_cannot_be_dormant_or_have_free_slots_is_refused():
             "control.ema=0.9 does not go with families=True",
         ),
         ({"start_experts": 6, "importance": "size"}, "importance='size' is unknown"),
+        ({"importance": "size"}, "importance='size' is unknown; allowed: load, gate_mass"),
         (
             {
                 "start_experts": 2,

@@ -63,8 +63,6 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # newer name
-
 FAR = gl.constexpr(2**30)  # entries of a ragged descriptor's bounded axis; see `_tiles`
 
 # ------------------------------------------------------------------------------------------ layouts
@@ -117,7 +115,7 @@ def arrive_behind(full, stage, LEFT: gl.constexpr):
     """
     async_copy.wait_group(LEFT)
     fence_async_shared()
-    thread_barrier()  # all threads' fences come before the one arrival
+    barrier()  # all threads' fences come before the one arrival
     mbarrier.arrive(full.index(gl.maximum(stage, 0)), pred=stage >= 0)
 
 
