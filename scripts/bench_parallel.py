@@ -55,7 +55,7 @@ from parallel.world import joined
 from scripts import verify
 from scripts.bench_train import TEXT, force_balance
 from training.assemble import make_trainee, model_config
-from training.config import Config, Plan, load_config, make_plan
+from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
 from training.data import Batch, build_data, load_tokenizer
 from training.loop import agree_on_step, train_step
 
@@ -474,15 +474,18 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     device_type = "cpu" if given.cpu or not torch.cuda.is_available() else "cuda"
     if given.what == "engine":
-        config = load_config(given.config, [*TEXT, "data.workers=0", *given.overrides])
-        if given.small:
-            config = verify.shrunk(config)
-            vocabulary = {"vocab_size": 4096}
-            small = config.model.config.model_copy(update=vocabulary)
-            config = config.model_copy(
-                update={"model": config.model.model_copy(update={"config": small})}
-            )
-        plan = make_plan(config, given.nproc, cuda=device_type == "cuda")
+        try:
+            config = load_config(given.config, [*TEXT, "data.workers=0", *given.overrides])
+            if given.small:
+                config = verify.shrunk(config)
+                vocabulary = {"vocab_size": 4096}
+                small = config.model.config.model_copy(update=vocabulary)
+                config = config.model_copy(
+                    update={"model": config.model.model_copy(update={"config": small})}
+                )
+            plan = make_plan(config, given.nproc, cuda=device_type == "cuda")
+        except ConfigError as error:
+            fail(error)
         print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
         if given.exposed and plan.mesh.expert == 1:
             print("error: --exposed: the experts of this layout are not split", file=sys.stderr)
