@@ -48,8 +48,9 @@ def flop_weights(
     part of the mean width that tokens met, so that 1.0 is balanced here too. For equal widths all
     is 1. Made once for a model: nothing is copied to the device in a step.
     """
-    sizes_LE = torch.tensor(widths, dtype=torch.float64)
-    return (sizes_LE / sizes_LE.mean(dim=1, keepdim=True)).to(device, dtype)
+    with torch.inference_mode(False):  # kept: a later training step may be the next to use it
+        sizes_LE = torch.tensor(widths, dtype=torch.float64)
+        return (sizes_LE / sizes_LE.mean(dim=1, keepdim=True)).to(device, dtype)
 
 
 def balance_loss(stats: RouterStats, counts_E: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from moe.balance import flop_weights
 from moe.experts import experts
 from moe.kernels import _tiles, ragged
 from moe.kernels._tiles import Config
@@ -245,3 +246,11 @@ def test_what_does_not_fit_is_refused_by_name():
     config = {"hidden_size": 8, "expert_size": 6, "num_experts": 2, "num_experts_per_tok": 1}
     with pytest.raises(ValueError, match="save='fp8_h' does not go with expert_widths"):
         MoEConfig(**config, norm="none", expert_widths=(4, 6), save="fp8_h")
+
+
+def test_weights_of_the_load_first_asked_for_in_inference_serve_training():
+    with torch.inference_mode():
+        flop_weights(((3, 5, 7),), torch.device("cpu"))
+    load_E = torch.ones(3, requires_grad=True)
+    (load_E * flop_weights(((3, 5, 7),), torch.device("cpu"))[0]).sum().backward()
+    torch.testing.assert_close(load_E.grad, torch.tensor([0.6, 1.0, 1.4]))
