@@ -174,8 +174,8 @@ def _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP: tl.constexpr):
 
 @triton.jit
 def _inclusive(tiles, EP: tl.constexpr):
-    """Sums of tiles 0 … i, compared and added: Triton 3.6 has miscounted scans of few numbers that
-    many threads hold."""
+    """Sums of tiles 0 … i, compared and added: Triton 3.6 refuses to compile some scans of fewer
+    numbers than threads. Above 128 experts EP squared are too many, and a scan is long."""
     i = tl.arange(0, EP)
     below = i[None, :] <= i[:, None]
     return tl.sum(tl.where(below, tl.broadcast_to(tiles[None, :], (EP, EP)), 0), axis=1)

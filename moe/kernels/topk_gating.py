@@ -406,8 +406,8 @@ def _exact_tile(
     mask = inside[:, None] & (slot < K)
     tl.store(gate + out, tl.where(use[:, None], gates, 0.0), mask=mask)
     tl.store(expert + out, tl.where(use[:, None], sel_id, -1), mask=mask)
-    # Counted from memory: Triton 3.6 reorders a reshaped tensor that goes into a histogram, but not
-    # its mask, and miscounts tiles with rows that are not there or not valid.
+    # Counted from memory: in Triton 3.6 a histogram of a reshaped tensor miscounts tiles with rows
+    # that are not there or not valid (seen on an H200; its mask seems not to be reordered with it).
     tl.debug_barrier()
     zero = tl.zeros((1,), dtype=tl.int64)
     pair = (zero + first_row) * K + tl.arange(0, BT * KP)
@@ -1199,6 +1199,11 @@ def gates_suffice(score: str, norm: str) -> bool:
 def _run(logits_TE: Tensor, made_of: MadeOf | None, *rest) -> tuple[Tensor, ...]:
     if logits_TE.requires_grad and torch.is_grad_enabled():
         x_TD, weight_ED, made_by = (None, None, "") if made_of is None else made_of
+        if made_of is not None and (*x_TD.shape[:1], *weight_ED.shape[:1]) != logits_TE.shape:
+            raise ValueError(
+                f"made_of holds x {tuple(x_TD.shape)} and weight {tuple(weight_ED.shape)}, which "
+                f"do not give logits_TE {tuple(logits_TE.shape)}"
+            )
         return _TopkGating.apply(logits_TE, x_TD, weight_ED, made_by, *rest)
     return (_topk_gating_triton if is_eager(logits_TE) else _forward_op)(logits_TE, *rest)
 

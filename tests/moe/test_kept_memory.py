@@ -191,3 +191,10 @@ def test_compiled_layer_keeps_no_logits_either(make):
     (y.square().sum() + aux).backward()
     for got, want in zip(found, [x.grad, *(p.grad for p in layer.parameters())], strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_tokens_that_did_not_make_the_logits_are_refused():
+    x_TD, weight_ED = torch.randn(T, D, device=DEVICE), torch.randn(E, D, device=DEVICE)
+    logits_TE = router_logits(x_TD, weight_ED.requires_grad_(), "triton")
+    with pytest.raises(ValueError, match=r"made_of holds x \(95, 16\).*logits_TE \(96, 16\)"):
+        topk_gating(logits_TE, K, backend="triton", made_of=(x_TD[1:], weight_ED, "triton"))
