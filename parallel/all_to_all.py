@@ -172,14 +172,17 @@ def wait(ticket: Tensor, exchange: Exchange) -> Tensor:
 class Copies:
     """Which source each row is a copy of, and back: slots per source that point at its rows."""
 
-    source_R: Tensor
-    """int [R]."""
+    source_R: Tensor | None
+    """int [R]; None: row r is source r."""
     row_S: Tensor
     """int32 [S] row of a slot, -1 for none; the order of a source's slots is that of its sum."""
     sources: int
     slots_per_source: int | None
     slot_offsets_T1: Tensor | None
     backend: str
+
+    def pick(self, x_TD: Tensor) -> Tensor:
+        return x_TD if self.source_R is None else x_TD.index_select(0, self.source_R)
 
     def sum(self, rows_RD: Tensor) -> Tensor:
         return combine(
@@ -197,7 +200,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies
-        return x_TD.index_select(0, copies.source_R)
+        return copies.pick(x_TD)
 
     @staticmethod
     @once_differentiable
@@ -214,7 +217,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
-        return grad_TD.index_select(0, ctx.copies.source_R), None
+        return ctx.copies.pick(grad_TD), None
 
 
 def spread(x_TD: Tensor, copies: Copies) -> Tensor:

@@ -64,6 +64,7 @@ class SymmetricMemory:
         self._pieces: list[Tensor] = []
         self._handles: list[Any] = []  # hold the mappings
         ranks = group.size()
+        self._beside = _can_copy_beside(self.stream)
         # One flag of 32 bits for each rank, the number of the last exchange that it has packed.
         self._flags = self._map(4 * ranks, clear=True)
         self._own = group.rank()
@@ -94,7 +95,11 @@ class SymmetricMemory:
     def write(self, rows: Tensor, at: int) -> None:
         # By the driver: what torch puts around a copy takes a slow host longer than all the rest.
         to, nbytes = self._pieces[self._own].data_ptr() + at, rows.numel() * rows.element_size()
-        if nbytes:
+        if nbytes == 0:
+            return
+        if self._beside:
+            _copy_beside(to, rows.data_ptr(), nbytes, self.stream.cuda_stream)
+        else:
             _driver("cuMemcpyAsync", to, rows.data_ptr(), nbytes, self.stream.cuda_stream)
 
     def read(self, rank: int, at: int, nbytes: int, rows: Tensor, into: int) -> None:
@@ -113,9 +118,59 @@ class SymmetricMemory:
             _driver("cuStreamWaitValue32_v2", stream, flag, self._raised, 0)  # at least that
 
 
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes of CUDA 13."""
+
+    _fields_ = (
+        ("access_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_IN_STREAM_ORDER, _BESIDE_COMPUTE = 1, 1
+_ATTRIBUTES = _CopyAttributes(access_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
+
+
+def _copy_beside(to: int, of: int, nbytes: int, stream: int) -> None:
+    """A copy within the GPU that leaves the SMs to products: they would have to wait for it.
+
+    A plain one runs on the SMs, and a product that wants all of them begins only when it ends
+    (34 µs for 64 MB on an H200). CUDA 13 can be asked to use a copy engine.
+    """
+    _driver(
+        "cuMemcpyBatchAsync_v2",
+        (ctypes.c_uint64 * 1)(to), (ctypes.c_uint64 * 1)(of), (ctypes.c_size_t * 1)(nbytes), 1,
+        ctypes.byref(_ATTRIBUTES), (ctypes.c_size_t * 1)(0), 1, stream,
+    )  # fmt: skip
+
+
+def _can_copy_beside(stream: torch.cuda.Stream) -> bool:
+    """Whether this driver has such copies: older ones have not."""
+    one = torch.zeros(2, dtype=torch.int32, device=stream.device)
+    torch.cuda.synchronize(stream.device)
+    try:
+        _copy_beside(one.data_ptr(), one.data_ptr() + 4, 4, stream.cuda_stream)
+    except (AttributeError, RuntimeError):
+        return False
+    torch.cuda.synchronize(stream.device)
+    return True
+
+
 _VALUE = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 _ARGUMENTS = {
     "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
+    "cuMemcpyBatchAsync_v2": (
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+    ),
     "cuStreamWriteValue32_v2": _VALUE,
     "cuStreamWaitValue32_v2": _VALUE,
 }
@@ -128,7 +183,7 @@ def _function(name: str) -> Any:
     return function
 
 
-def _driver(name: str, *arguments: int) -> None:
+def _driver(name: str, *arguments: Any) -> None:
     error = _function(name)(*arguments)
     if error:
         raise RuntimeError(f"{name} failed with CUDA error {error}")

@@ -75,7 +75,7 @@ class Whole:
         other_TK = dest_TK - (dest_TK > self.rank).to(dest_TK.dtype)
         row_TK = start_T[:, None] + other_TK * length_T[:, None]
         row_S = torch.where(wanted_TK, row_TK, -1).to(torch.int32).view(-1)
-        return Copies(source_R, row_S, T, K, None, backend)
+        return Copies(source_R if self.ranks > 2 else None, row_S, T, K, None, backend)
 
     def __call__(
         self,
@@ -144,7 +144,8 @@ class Whole:
         y_TD = torch.cat(outputs)
         if shared is not None:
             y_TD = y_TD + shared()
-        back_RD = torch.cat([wait(*flight) for flight in returning])
+        back = [wait(*flight) for flight in returning]
+        back_RD = back[0] if len(back) == 1 else torch.cat(back)
         return collect(back_RD, copies) + y_TD, tokens_N
 
 

@@ -57,7 +57,7 @@ from scripts.bench_train import TEXT, force_balance
 from training.assemble import make_trainee, model_config
 from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
 from training.data import Batch, build_data, load_tokenizer
-from training.loop import agree_on_step, train_step
+from training.loop import agree_on_step, read_window, train_step
 
 MODES = {
     "whole, pull": {"schedule": "whole", "transport": "pull"},
@@ -389,7 +389,7 @@ def bench_engine(
     building = time.perf_counter() - started
     times: list[float] = []
 
-    def train(number: int, batches: list[Batch]) -> float:
+    def train(number: int, batches: list[Batch]) -> tuple[float, float]:
         dist.barrier()
         _wait_for(device)
         start = time.perf_counter()
@@ -399,13 +399,18 @@ def bench_engine(
         )  # fmt: skip
         _wait_for(device)
         times.append(time.perf_counter() - start)
-        return float(result.numbers[0])
+        metrics = read_window([result], world, trainee.optimizer.guard.skipped).metrics
+        return metrics["loss"], metrics["grad_norm"]
 
     losses = []
     for number, batches in enumerate(given, 1):
-        losses.append(train(number, batches))
+        loss, norm = train(number, batches)
+        losses.append(loss)
         if world.main:
-            print(f"step {number}: {times[-1]:.3f} s, loss {losses[-1]:.5f}", flush=True)
+            print(
+                f"step {number}: {times[-1]:.3f} s, loss {loss:.5f}, grad_norm {norm:.5f}",
+                flush=True,
+            )
     seconds = statistics.median(times[2:])
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if plan.device == "cuda" else None
     row: dict[str, Any] = {

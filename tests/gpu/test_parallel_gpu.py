@@ -93,6 +93,64 @@ def test_every_mode_equals_one_gpu():
         assert found == []
 
 
+OLMOE = MoEConfig(hidden_size=2048, expert_size=1024, num_experts=64, num_experts_per_tok=8)
+LARGE = [{"schedule": "whole", "transport": "pull"}, {"transport": "pull"}]
+
+
+def _large_layer(tokens: int) -> list[dict[str, float]]:
+    """Relative errors against one GPU, in bfloat16: of the weights the worst expert's."""
+    rank, table = dist.get_rank(), []
+    device = torch.device("cuda", rank)
+    mesh = build_mesh(plan_mesh(2, 2, 2, num_experts=64), device)
+
+    def layer() -> MoE:
+        torch.manual_seed(1)
+        return MoE(OLMOE, device=device, dtype=torch.bfloat16)
+
+    def inputs(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(10 + number)
+        x = torch.randn(tokens, 2048, device=device).to(torch.bfloat16).requires_grad_()
+        return x, torch.randn(tokens, 2048, device=device).to(torch.bfloat16)
+
+    one, own = layer(), {}
+    for number in range(2):
+        x, cotangent = inputs(number)
+        y, _ = one(x)
+        y.backward(cotangent)
+        if number == rank:
+            own = {"y": y.detach(), "dx": x.grad}
+    for settings in LARGE:
+        parallel = expert_parallel(layer(), mesh, ExpertParallelOptions(**settings))
+        x, cotangent = inputs(rank)
+        y, _ = parallel(x)
+        y.backward(cotangent)
+        router = parallel.router.weight.grad.clone()
+        dist.all_reduce(router)
+        experts = parallel.experts
+        half = slice(experts.first_expert, experts.first_expert + 32)
+        row = {}
+        for name, got, want in (
+            ("y", y[None], own["y"][None]),
+            ("dx", x.grad[None], own["dx"][None]),
+            ("router", router[None], one.router.weight.grad[None]),
+            ("w1", experts.w1.grad.view(32, -1), one.w1.grad[half].reshape(32, -1)),
+            ("w2", experts.w2.grad.view(32, -1), one.w2.grad[half].reshape(32, -1)),
+        ):
+            difference = (got.float() - want.float()).flatten(1).norm(dim=1)
+            row[name] = (difference / want.float().flatten(1).norm(dim=1)).max().item()
+        table.append(row)
+    return table
+
+
+def test_a_large_layer_equals_one_gpu(capsys):
+    ranks = run_processes(2, _large_layer, 16384, device_type="cuda", timeout_s=500)
+    with capsys.disabled():
+        for settings, *rows in zip(LARGE, *ranks, strict=True):
+            for row in rows:
+                print(settings, {name: f"{error:.1e}" for name, error in row.items()})
+    assert max(error for table in ranks for row in table for error in row.values()) < 0.02
+
+
 LAYOUTS = [
     ["parallel.nodes=2"],
     ["parallel.nodes=2", "parallel.transport=pull"],
