@@ -91,7 +91,8 @@ def _all_layouts(folder: str) -> dict[str, str]:
             load_tensors(path, other.tensors())
             other.loaded()
             found[f"{saver} -> {loader}"] = tiny.difference(other.tensors(), right, 0.0)
-            steps = {float(s["step"]) for s in other.optimizer.adamw.state.values()}
+            adamws = other.optimizer.adamws.values()
+            steps = {float(s["step"]) for adamw in adamws for s in adamw.state.values()}
             if steps != {7.0}:
                 found[f"{saver} -> {loader}"] += f"update counts {steps}"
         whole = _one_process()

@@ -130,7 +130,7 @@ def test_the_mean_number_of_experts_settles_at_k():
     control = RouterControl(l1_start=1e-2, l1_factor=1.02)
     layer = make_layer(torch.float32, num_experts=E, num_experts_per_tok=K, hidden_size=16,
                        score="relu", norm="none", control=control, init_std=0.2)  # fmt: skip
-    layer.compute = lambda x_TD, routing: x_TD  # the experts take no part
+    layer.compute = lambda x_TD, *_: x_TD  # the experts take no part
     wanted = 0.2 * torch.randn(E, 16)
     optimizer = torch.optim.Adam([layer.router.weight], lr=0.02)
     active = []

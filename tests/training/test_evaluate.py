@@ -163,12 +163,16 @@ def test_peaks_and_memory(monkeypatch):
 # --- what is due --------------------------------------------------------------------------------
 
 
-def test_what_is_due():
+def test_what_is_due(tiny_config):
+    base = load_config(tiny_config)
+
     def at(step, log=4, evaluate=6, save=5, steps=13):
-        config = types.SimpleNamespace(
-            log=types.SimpleNamespace(every_steps=log),
-            eval=types.SimpleNamespace(every_steps=evaluate),
-            checkpoint=types.SimpleNamespace(every_steps=save),
+        every = {"log": log, "eval": evaluate, "checkpoint": save}
+        config = base.model_copy(
+            update={
+                part: getattr(base, part).model_copy(update={"every_steps": steps_between})
+                for part, steps_between in every.items()
+            }
         )
         found = due(config, step, steps)
         return "".join(c for c, on in zip("les", (found.log, found.evaluate, found.save)) if on)
