@@ -31,3 +31,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _seed() -> None:
     """Every test starts from the same random state, so that it can be run alone or with others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_compiled() -> None:
+    """What other modules compiled does not count: Dynamo limits the variants of one function."""
+    torch._dynamo.reset()
