@@ -322,6 +322,7 @@ def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
 def _load(checkpoint: Path, trainee: Trainee) -> None:
     tensors, stored = saved_tensors(trainee), stored_tensors(checkpoint)
     _refuse_hidden_slots(checkpoint, tensors, stored)
+    _refuse_late_masks(checkpoint, trainee, stored)
     kinds = ("buffers/", "health/", "surgery/", "masks/")
     state = [name for name in tensors if name.startswith(kinds)]
     load_tensors(checkpoint, {name: tensors[name] for name in tensors if name not in state})
@@ -329,6 +330,18 @@ def _load(checkpoint: Path, trainee: Trainee) -> None:
     # State that the run has only now, by changed settings, starts as in a new run.
     start_routers(trainee.model)
     load_tensors(checkpoint, {name: tensors[name] for name in state if name in stored})
+
+
+def _refuse_late_masks(checkpoint: Path, trainee: Trainee, stored: Any) -> None:
+    """Masks asked for when all of them would have been made already."""
+    if trainee.sparsity is None or any(name.startswith("masks/") for name in stored):
+        return
+    step, last = read_state(checkpoint)["step"], trainee.sparsity.schedule.last
+    if step >= last:
+        raise ConfigError(
+            f"train.sparse_density is set, but {checkpoint} at step {step} has no masks and the "
+            f"last one is made after step {last}; give a train.sparse_until above {step}"
+        )
 
 
 def _refuse_hidden_slots(checkpoint: Path, tensors: Mapping[str, Any], stored: Any) -> None:

@@ -9,7 +9,8 @@ ways for a weight to be hidden:
 
 "regrow" is hard from the first mask on. "straight_through" is soft until its last mask and hard
 after it, so the end of the run trains exactly what is exported; in between a checkpoint says that
-an export would lack the masks. A step that the guard skips changes no mask. Nothing is read back.
+an export would lack the masks. A step that the guard skips changes no mask; only the last mask is
+made all the same, of the weights alone. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -114,9 +115,12 @@ class Sparsity:
         for name, mask in self.masks.items():
             weight = held[f"weights/{name}"].view(self.weights[name].shape)
             gradient = self._gradients.pop(name, None)
+            if gradient is not None:  # that of a skipped step may hold anything
+                gradient = torch.where(applied > 0, gradient, 0.0).view_as(weight)
             before = mask.keep.clone()
-            mask.choose(step, weight, None if gradient is None else gradient.view_as(weight))
-            mask.keep.copy_(torch.where(applied > 0, mask.keep, before))
+            mask.choose(step, weight, gradient)
+            if step != self.schedule.last:
+                mask.keep.copy_(torch.where(applied > 0, mask.keep, before))
         self._cleared = False
 
     def _clear(self, name: str, flat: Tensor) -> None:

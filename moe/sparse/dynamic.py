@@ -85,10 +85,15 @@ class MaskSchedule:
         part = min(1.0, max(0, step - self.start) / max(1, self.until - self.start))
         return self.regrow * (1 + math.cos(math.pi * part)) / 2
 
+    @property
+    def last(self) -> int:
+        """Step of the last mask."""
+        return max(self.until, self.end)
+
     def due(self, step: int) -> bool:
         """Whether the mask is recomputed at this step."""
-        since, last = step - self.start, max(self.until, self.end)
-        return since >= 0 and step <= last and (since % self.every == 0 or step == last)
+        since = step - self.start
+        return since >= 0 and step <= self.last and (since % self.every == 0 or step == self.last)
 
 
 def block_sums(x: Tensor, block: int) -> Tensor:

@@ -139,6 +139,31 @@ def test_a_skipped_step_changes_no_mask():
     assert all(torch.equal(before[name], mask.keep) for name, mask in sparsity.masks.items())
 
 
+@pytest.mark.parametrize("method", ["regrow", "straight_through"])
+def test_the_last_mask_is_made_though_its_step_is_skipped(method):
+    model, optimizer, sparsity = make(method=method, start=2, end=2, until=2)
+    sparsity.begin(1)
+    step_once(model, optimizer, sparsity, 1)
+    model.layers[0].moe.w1.register_hook(lambda gradient: gradient * float("nan"))
+    step_once(model, optimizer, sparsity, 2)  # the only mask
+    assert int(optimizer.guard.skipped) == 1
+    weight = optimizer.tensors()[f"weights/{W1}"].view(sparsity.weights[W1].shape)
+    kept = sparsity.masks[W1].entries(weight)
+    assert kept.float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert torch.equal(weight != 0, kept)
+
+
+def test_masks_that_would_never_come_are_refused(tiny_config, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([str(tiny_config), "run.name=a"]) == 0
+    capsys.readouterr()
+    more = ["train.steps=12", "train.sparse_density=0.25", "train.sparse_every=2"]
+    arguments = [str(tiny_config), "run.name=a", *more]
+    assert train.main([*arguments, "train.sparse_until=6"]) == 2
+    assert "give a train.sparse_until above 8" in capsys.readouterr().err
+    assert train.main([*arguments, "train.sparse_until=10"]) == 0
+
+
 def test_bfloat16_weights_follow_their_masters():
     model, optimizer, sparsity = make(torch.bfloat16, start=1, end=1, until=2)
     sparsity.begin(1)
