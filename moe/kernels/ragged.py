@@ -176,9 +176,13 @@ def _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP: tl.constexpr):
 def _inclusive(tiles, EP: tl.constexpr):
     """Sums of tiles 0 … i, compared and added: Triton 3.6 refuses to compile some scans of fewer
     numbers than threads. Above 128 experts EP squared are too many, and a scan is long."""
-    i = tl.arange(0, EP)
-    below = i[None, :] <= i[:, None]
-    return tl.sum(tl.where(below, tl.broadcast_to(tiles[None, :], (EP, EP)), 0), axis=1)
+    if EP > 128:
+        out = tl.cumsum(tiles, axis=0)
+    else:
+        i = tl.arange(0, EP)
+        below = i[None, :] <= i[:, None]
+        out = tl.sum(tl.where(below, tl.broadcast_to(tiles[None, :], (EP, EP)), 0), axis=1)
+    return out
 
 
 @triton.jit
@@ -200,7 +204,7 @@ def _up_kernel(
 ):  # fmt: skip
     rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     tiles = tl.cdiv(rows, BM) * tl.cdiv(units * WIDTH, BN)
-    last = _inclusive(tiles, EP) if EP <= 128 else tl.cumsum(tiles, axis=0)
+    last = _inclusive(tiles, EP)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
         e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
         first = tl.load(offsets_ptr + e)
@@ -247,7 +251,7 @@ def _rows_kernel(
 ):  # fmt: skip
     rows, _units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     tiles = tl.cdiv(rows, BM) * tl.cdiv(D, BN)
-    last = _inclusive(tiles, EP) if EP <= 128 else tl.cumsum(tiles, axis=0)
+    last = _inclusive(tiles, EP)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
         e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
         first = tl.load(offsets_ptr + e)
@@ -336,7 +340,7 @@ def _down_backward_kernel(
 ):  # fmt: skip
     rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     tiles = tl.cdiv(rows, BM) * tl.cdiv(units, BN)
-    last = _inclusive(tiles, EP) if EP <= 128 else tl.cumsum(tiles, axis=0)
+    last = _inclusive(tiles, EP)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
         e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
         first = tl.load(offsets_ptr + e)
@@ -393,7 +397,7 @@ def _outer_kernel(
     _rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     col_tiles = tl.cdiv(D, BN)
     tiles = tl.cdiv(units * WIDTH, BM) * col_tiles
-    last = _inclusive(tiles, EP) if EP <= 128 else tl.cumsum(tiles, axis=0)
+    last = _inclusive(tiles, EP)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
         e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
         start = tl.load(offsets_ptr + e)
