@@ -51,7 +51,8 @@ class RouterConfig(Section):
     """Decay of an average of the router weights that selects the experts, while the weights
     themselves give the gates; empty: none."""
     freeze_at: Positive | None = None
-    """From this step on the router weights stay as they are; empty: never."""
+    """From this step on the router weights stay as they are, but for the rows of experts that are
+    cloned or revived; empty: never."""
     init_std: Annotated[float, Field(ge=0)] | None = None
     """Standard deviation of the initial router weights; empty: `model.initializer_range`."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
