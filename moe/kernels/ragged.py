@@ -35,7 +35,6 @@ from moe.kernels._tiles import (
     Config,
     halves,
     pairs,
-    ragged_store,
     source_rows,
     store_rows,
     tile_of,
@@ -367,25 +366,6 @@ def _down_backward_kernel(
             tl.store(dot_ptr + (col // BN).to(tl.int64) * R + at, dot, mask=at < end)
 
 
-@triton.jit
-def _outer_finish(
-    acc, out_ptr, out_desc, row, end, col, D,
-    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    if SPLIT > 1:
-        left, right = halves(acc)
-        _outer_finish(left, out_ptr, out_desc, row, end, col, D, TMA, BM, BN // 2, SPLIT // 2)
-        _outer_finish(
-            right, out_ptr, out_desc, row, end, col + BN // 2, D, TMA, BM, BN // 2, SPLIT // 2
-        )
-    else:
-        out = acc.to(out_ptr.dtype.element_ty)
-        if TMA:
-            ragged_store(out_desc, out, row, end, col, BM, BN)
-        else:
-            store_rows(out_ptr, out_desc, out, row, end, col, D, D, BM, BN, False)
-
-
 @triton.jit(do_not_specialize=["E", "I", "D", "stride_left", "stride_right"])
 def _outer_kernel(
     left_ptr, left_desc, right_ptr, right_desc, token_ptr, out_ptr, out_desc, offsets_ptr,
@@ -417,7 +397,7 @@ def _outer_kernel(
                 GATHER, TMA, EVEN_RIGHT, VEC, BK, BN,
             )  # fmt: skip
             acc = tl.dot(left.T, right, acc, input_precision="ieee")
-        _outer_finish(acc, out_ptr, out_desc, unit + row, unit_end, col, D, TMA, BM, BN, SPLIT)
+        _rows_finish(acc, out_ptr, out_desc, unit + row, unit_end, col, D, TMA, BM, BN, SPLIT)
 
 
 # ---------------------------------------------------------------------------------------- launchers
