@@ -158,19 +158,11 @@ def _can_copy_beside(stream: torch.cuda.Stream) -> bool:
     return True
 
 
-_VALUE = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+_P, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_VALUE = (_P, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
 _ARGUMENTS = {
-    "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p),
-    "cuMemcpyBatchAsync_v2": (
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ),
+    "cuMemcpyAsync": (ctypes.c_uint64, ctypes.c_uint64, _SIZE, _P),
+    "cuMemcpyBatchAsync_v2": (_P, _P, _P, _SIZE, _P, _P, _SIZE, _P),
     "cuStreamWriteValue32_v2": _VALUE,
     "cuStreamWaitValue32_v2": _VALUE,
 }
