@@ -80,13 +80,7 @@ def validate(
         for row, name in zip(sums, names):
             for batch in sources[name]:
                 batch = batch.to(device, non_blocking=True)
-                out = model(
-                    batch.tokens_BL,
-                    labels_BL=batch.labels_BL,
-                    positions_BL=batch.positions_BL,
-                    documents=batch.documents,
-                    valid_BL=batch.valid_BL,
-                )
+                out = model(batch.tokens_BL, **batch.beside)
                 row[0] += out.loss_sum
                 row[1] += batch.num_targets
     table = dict(zip(names, sum_(world, sums).tolist()))

@@ -134,13 +134,7 @@ def train_step(
         load_LE = load_before(model, batches, scope, world)
         for number, batch in enumerate(batches, 1):
             with optimizer.micro_batch(last=number == len(batches)):
-                out = model(
-                    batch.tokens_BL,
-                    labels_BL=batch.labels_BL,
-                    positions_BL=batch.positions_BL,
-                    documents=batch.documents,
-                    valid_BL=batch.valid_BL,
-                )
+                out = model(batch.tokens_BL, **batch.beside)
                 terms = [out.loss_sum / targets]
                 loss = terms[0]
                 if out.router is not None:

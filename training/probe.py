@@ -130,13 +130,7 @@ class Probe:
         if batch is None or not self.any_experts:
             return None
         with evaluation(self.model), torch.compiler.set_stance("force_eager"):
-            out = self.model(
-                batch.tokens_BL,
-                labels_BL=batch.labels_BL,
-                positions_BL=batch.positions_BL,
-                documents=batch.documents,
-                valid_BL=batch.valid_BL,
-            )
+            out = self.model(batch.tokens_BL, **batch.beside)
         targets = (batch.labels_BL >= 0).sum()
         total, count = sum_(self.world, torch.stack([out.loss_sum, targets]).double()).tolist()
         return total / count if count else None

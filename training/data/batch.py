@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,12 @@ class Batch:
     """valid tokens"""
     rows: tuple[tuple[int, int, int], ...]
     """(source, epoch, row) of each row: the batch's identity in the data; (-1, 0, 0) when empty"""
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What a model is told besides the tokens, by the names of its arguments."""
+        names = ("labels_BL", "positions_BL", "documents", "valid_BL")
+        return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`; lengths stay on the host."""
