@@ -93,7 +93,8 @@ def plain_scores(z_TE: Tensor, score: str) -> Tensor:
         # below `low`, log(1 + e^z) equals e^z in this dtype; the root's slope would be 0 * inf
         low = -40.0 if z_TE.dtype == torch.float64 else -20.0
         root = torch.logaddexp(z_TE.clamp(min=low), z_TE.new_zeros(())).sqrt()
-        return torch.where(z_TE < low, torch.exp(z_TE / 2), root)
+        # and of large z, e^(z/2) would overflow: no slope passes back, but 0 * inf is NaN
+        return torch.where(z_TE < low, torch.exp(z_TE.clamp(max=low) / 2), root)
     return z_TE
 
 

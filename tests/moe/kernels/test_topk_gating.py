@@ -182,6 +182,17 @@ def test_nonfinite_rows_have_finite_gradients(score, norm):
     assert (z.grad[0] == 0).all() and z.grad[2, 0] == 0
 
 
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_large_logits_have_finite_gradients(score, norm):
+    z = (torch.randn(4, 6) * torch.tensor([[200.0], [1e4], [1e30], [0.0]])).requires_grad_()
+    with torch.no_grad():
+        z[3] = 3e38
+    out = topk_gating(z, 2, score=score, norm=norm)
+    (out.gate_TK[:, 0].sum() + out.lse_T[:3].sum() + out.prob_sum_E[0]).backward()
+    assert z.grad.isfinite().all()
+
+
 def test_group_limit():
     c = torch.tensor([[0.9, 0.1, 0.8, 0.75, 0.7, 0.6, 0.05, 0.02]])
     two = topk_gating(c, 2, score="identity", groups=4, groups_kept=2, group_top=2)
@@ -361,6 +372,15 @@ def compare(z, k, **form):
 @pytest.mark.parametrize("norm", NORMS)
 def test_kernel_forms(score, norm):
     compare(special_rows(torch.randn(8, 12)), 3, score=score, norm=norm, scale=1.5)
+
+
+@triton_only
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_kernel_large_logits(score, norm):
+    z = torch.randn(9, 24) * torch.tensor([1.0, 200, 1e4, 1e9, 1e30, 1, 1, 1, 1])[:, None]
+    z[5] = 3e38
+    compare(z, 3, score=score, norm=norm, valid_T=torch.arange(9) % 4 > 0)
 
 
 @triton_only
