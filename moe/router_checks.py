@@ -50,6 +50,7 @@ def check_router(config: MoEConfig) -> None:
     if config.control.top_k is not None:
         _check_top_k(config)
     _check_noise(config)
+    _check_ends(config)
     if config.importance not in IMPORTANCES:
         raise ValueError(
             f"importance={config.importance!r} is unknown; allowed: {', '.join(IMPORTANCES)}"
@@ -179,6 +180,22 @@ def _check_noise(config: MoEConfig) -> None:
         )
 
 
+def _check_ends(config: MoEConfig) -> None:
+    """A last step of what never acts."""
+    control = config.control
+    filled = control.gradient == "default" and control.default_fill == "forward"
+    for name, idle, why in (
+        ("sample_until", not config.sample_temperature, "with sample_temperature=0"),
+        ("ema_until", control.ema is None, "without control.ema"),
+        ("families_until", not config.families, "with families=False"),
+        ("capacity_until", control.capacity is None, "without control.capacity"),
+        ("fill_until", not filled, "without control.default_fill='forward', gradient='default'"),
+    ):
+        until = getattr(control, name)
+        if idle and until is not None:
+            raise ValueError(f"control.{name}={until} has no effect {why}; allowed: None")
+
+
 def _check_sampling(config: MoEConfig) -> None:
     temperature = config.sample_temperature
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -186,11 +203,6 @@ def _check_sampling(config: MoEConfig) -> None:
     if config.amplitude and config.score != "softmax":
         raise ValueError(f"score={config.score!r} does not go with amplitude; allowed: 'softmax'")
     if not temperature:
-        if (until := config.control.sample_until) is not None:
-            raise ValueError(
-                f"control.sample_until={until} has no effect with sample_temperature=0; allowed: "
-                "None"
-            )
         return
     if config.score not in ("softmax", "sigmoid"):
         raise ValueError(

@@ -383,5 +383,20 @@ def test_impossible_settings_are_refused_by_name(fields, message):
         biased(**fields)
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("sample_until", "with sample_temperature=0"),
+        ("ema_until", "without control.ema"),
+        ("families_until", "with families=False"),
+        ("capacity_until", "without control.capacity"),
+        ("fill_until", "without control.default_fill='forward'"),
+    ],
+)
+def test_a_last_step_of_what_never_acts_is_refused(name, why):
+    with pytest.raises(ValueError, match=f"control.{name}=3 has no effect {why}.*; allowed: None"):
+        make_layer(control=RouterControl(**{name: 3}))
+
+
 def test_a_plain_layer_needs_no_update():
     assert not needs_update(make_layer())

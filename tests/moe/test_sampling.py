@@ -137,10 +137,6 @@ def test_amplitudes_learn():
             "selection_bias=True does not go with sample_temperature=1",
         ),
         ({"amplitude": True, "score": "sigmoid"}, "score='sigmoid' does not go with amplitude"),
-        (
-            {"control": RouterControl(sample_until=3)},
-            "control.sample_until=3 has no effect with sample_temperature=0",
-        ),
     ],
 )
 def test_mistakes_are_refused(fields, message):
