@@ -253,6 +253,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"one config file, please, not {len(paths)}: {' '.join(paths)}")
         config = load_config(paths[0] if paths else None, overrides)
         plan = make_plan(config, launched_size(), hosts=launched_hosts())
+        plan.offload.check_folder()
         world = start(plan.device, config.parallel.timeout_s)
         job = prepare(config, plan, world)
     except ValueError as error:  # ConfigError, DataError, and what models and layers refuse

@@ -14,6 +14,7 @@ the process ends; their blocks are reserved first, since a full disk under a map
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ class Offload:
             raise ValueError(
                 f"parallel.{disk[0]}=nvme needs parallel.offload_path: a folder on a local disk"
             )
+        if self.path == "":
+            raise ValueError("parallel.offload_path='' names no folder; allowed: one on a local disk")
         if self.path is not None and not disk:
             raise ValueError(
                 f"parallel.offload_path={self.path!r} has no effect without parallel.offload=nvme "
@@ -77,6 +80,11 @@ class Offload:
         default = dict(Offload().named())
         return next((f"parallel.{k}={v}" for k, v in self.named() if v != default[k]), None)
 
+    def check_folder(self) -> None:
+        """ValueError if this machine has no such folder to write to, and cannot make it."""
+        if self.path is not None:
+            Disk(self.path)
+
 
 class Disk:
     """Memory in unnamed files of a folder."""
@@ -89,9 +97,12 @@ class Disk:
         self.folder = Path(path)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
         except OSError as error:
             raise ValueError(
-                f"parallel.offload_path={path!r} cannot be used: {error.strerror}"
+                f"parallel.offload_path={path!r} cannot be used: {error.strerror}; allowed: a "
+                "folder on a local disk that can be made and written"
             ) from None
 
     def take(self, like: Tensor) -> Tensor:

@@ -297,7 +297,7 @@ def plans(config: Config, nproc: int) -> tuple[Config, Plan, Plan]:
     """The config at small widths, and its plan for `nproc` processes and for one, in float32.
 
     Raises:
-        ConfigError: a layout that cannot be, or too few CUDA devices.
+        ValueError: a layout that cannot be, too few CUDA devices, or no folder to offload to.
     """
     cuda = config.run.device != "cpu" and torch.cuda.is_available()
     if cuda and torch.cuda.device_count() < nproc:
@@ -312,6 +312,7 @@ def plans(config: Config, nproc: int) -> tuple[Config, Plan, Plan]:
         dataclasses.replace(make_plan(c, world, cuda=cuda), dtype="float32", compile=False)
         for c, world in ((small, nproc), (_one(small), 1))
     )
+    plan.offload.check_folder()
     return small, plan, alone
 
 

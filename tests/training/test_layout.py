@@ -8,6 +8,7 @@ import pytest
 import train
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.offload import Offload
+from scripts import verify
 from training.config import ConfigError, load_config, make_plan
 
 
@@ -66,6 +67,7 @@ def test_every_setting_arrives(tiny_config):
         ),
         ("parallel.offload=true", "parallel.offload=True must be one of"),
         ("parallel.offload=nvme", "parallel.offload=nvme needs parallel.offload_path"),
+        ("parallel.offload=nvme parallel.offload_path=''", "parallel.offload_path='' names no"),
         ("parallel.offload_path=x", "parallel.offload_path='x' has no effect without"),
         ("parallel.engine=fsdp2 parallel.adam=deepspeed", "parallel.adam=deepspeed needs"),
         ("parallel.chunks=3", "parallel.chunks=3 has no effect while the experts are not split"),
@@ -101,6 +103,35 @@ def test_a_layout_that_cannot_be_ends_with_2_before_any_process_joins(
     code = train.main([str(tiny_config), "train.micro_batch_size=1", "parallel.nodes=3"])
     told = capsys.readouterr().err
     assert code == 2 and told.count("\n") == 1 and "parallel.nodes=3" in told
+
+
+@pytest.mark.parametrize("below", ["text", "text/disk"])
+def test_a_folder_that_cannot_be_is_refused_before_a_model_is_built(
+    tiny_config, tmp_path, monkeypatch, capsys, below
+):
+    (tmp_path / "text").write_text("a file, no folder")
+    path = str(tmp_path / below)
+
+    def planned(*arguments, **options):  # one that needs no DeepSpeed
+        plan = make_plan(*arguments, **options)
+        return dataclasses.replace(plan, offload=Offload("nvme", path=path))
+
+    for program in (train, verify):
+        monkeypatch.setattr(program, "make_plan", planned)
+    monkeypatch.setattr(train, "start", lambda *_: pytest.fail("joined the others"))
+    monkeypatch.setattr(verify, "run_processes", lambda *_, **__: pytest.fail("started processes"))
+    for main, words in ((train.main, []), (verify.main, ["--nproc", "2", "run.device=cpu"])):
+        code = main([str(tiny_config), *words])
+        told = capsys.readouterr().err
+        assert code == 2 and told.count("\n") == 1, told
+        assert f"parallel.offload_path={path!r} cannot be used" in told
+        assert "allowed: a folder on a local disk that can be made and written" in told
+
+
+def test_a_folder_to_offload_to_is_made(tmp_path):
+    Offload("nvme", path=str(tmp_path / "new" / "disk")).check_folder()
+    assert list((tmp_path / "new" / "disk").iterdir()) == []
+    Offload().check_folder()
 
 
 def test_one_process_offloads_nothing(tiny_config):
