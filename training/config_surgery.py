@@ -162,6 +162,13 @@ def check_surgery(config: Config) -> None:
                 f"surgery.{key}={value} must be from {allowed[0]} to {allowed[1]} here, with "
                 f"model.num_experts={slots} slots"
             )
+    clones = surgery.policy == "resize" or any(e.kind == "clone" for e in surgery.events)
+    if start_experts(config) < slots and not clones:
+        raise ConfigError(
+            f"surgery.start_experts={surgery.start_experts} leaves slots free that nothing ever "
+            f"fills; allowed without surgery.policy=resize or events of kind clone: {slots} "
+            "(model.num_experts), or leave it out"
+        )
     rule, score = config.router.bias_update, config.router.score
     if surgery.clone == "dormant" and (rule, score) != DORMANT:
         raise ConfigError(

@@ -190,6 +190,15 @@ MISTAKES = [
         "router.ema=0.9 does not go with surgery.clone='family'",
     ),
     ("surgery.policy=replace surgery.start_experts=9", "surgery.start_experts=9 must be from 2 to"),
+    (
+        "surgery.policy=replace surgery.start_experts=5",
+        "surgery.start_experts=5 leaves slots free that nothing ever fills; allowed without "
+        "surgery.policy=resize or events of kind clone: 8 (model.num_experts), or leave it out",
+    ),
+    (
+        "surgery.events=[{step: 5, kind: revive}] surgery.start_experts=5",
+        "surgery.start_experts=5 leaves slots free that nothing ever fills",
+    ),
     ("surgery.policy=replace router.gradient=dense", "router.gradient='dense' does not go with"),
     (
         "surgery.policy=replace router.score=relu router.exportable=false",
