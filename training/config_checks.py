@@ -38,208 +38,176 @@ def router_defaults(config: Config) -> dict[str, Any]:
 
 
 # (in what circumstance they do nothing, whether it holds, the settings)
-_USELESS: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
+_USELESS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "while router.rounding=none",
         lambda c: c.router.rounding == "none",
-        (
-            "router.rounding_tile",
-            "router.rounding_min_tiles",
-            "router.rounding_max_tiles",
-            "router.rounding_min_mean_tiles",
-            "router.rounding_protect_top1",
-            "router.rounding_renorm",
-            "router.rounding_dropped_grad",
-        ),
+        "router.rounding_tile router.rounding_min_tiles router.rounding_max_tiles "
+        "router.rounding_min_mean_tiles router.rounding_protect_top1 router.rounding_renorm "
+        "router.rounding_dropped_grad",
     ),
-    (
-        "while router.balance_coef=0",
-        lambda c: c.router.balance_coef == 0,
-        ("router.balance_form",),
-    ),
+    ("while router.balance_coef=0", lambda c: c.router.balance_coef == 0, "router.balance_form"),
     (
         "without model.moe_expert_widths",
         lambda c: c.model.config.moe_expert_widths is None,
-        ("router.balance_load",),
+        "router.balance_load",
     ),
     (
         "while router.balance_coef=0 and router.bias_update=none",
         lambda c: c.router.balance_coef == 0 and c.router.bias_update == "none",
-        ("router.balance_load",),
+        "router.balance_load",
     ),
     (
         "while router.balance_coef=0",
         lambda c: c.router.balance_coef == 0 and c.router.score != "relu",
-        ("router.balance_scope",),
+        "router.balance_scope",
     ),
-    (
-        "with another router.score than relu",
-        lambda c: c.router.score != "relu",
-        ("router.relu_most",),
-    ),
+    ("with another router.score than relu", lambda c: c.router.score != "relu", "router.relu_most"),
     (
         "with router.balance_scope=sequence, which is a switch loss",
         lambda c: c.router.balance_scope == "sequence",
-        ("router.balance_form",),
+        "router.balance_form",
     ),
     (
         "without router.capacity_factor",
         lambda c: c.router.capacity_factor is None,
-        ("router.capacity_drop",),
+        "router.capacity_drop",
     ),
     (
         "once router.freeze_at=1 freezes the routers before the first step",
         lambda c: c.router.freeze_at == 1,
-        ("optim.router_lr_multiplier", "optim.router_weight_decay", "router.ema"),
+        "optim.router_lr_multiplier optim.router_weight_decay router.ema",
     ),
     (
         "once router.freeze_at=1 freezes the routers before the first step",
         lambda c: c.router.freeze_at == 1 and c.router.default_fill == "gradient",
-        ("router.gradient", "router.rounding_dropped_grad"),
+        "router.gradient router.rounding_dropped_grad",
     ),
     (
         "while router.bias_update=none",
         lambda c: c.router.bias_update == "none",
-        (
-            "router.bias_rate",
-            "router.bias_ema",
-            "router.bias_freeze_at",
-            "router.min_load",
-            "router.calibrate_bias",
-        ),
+        "router.bias_rate router.bias_ema router.bias_freeze_at router.min_load "
+        "router.calibrate_bias",
     ),
     (
         "with router.bias_update=quantile, which has no rate",
         lambda c: c.router.bias_update == "quantile",
-        ("router.bias_rate",),
+        "router.bias_rate",
     ),
     (
         "with another router.bias_update than min_load",
         lambda c: c.router.bias_update != "min_load",
-        ("router.min_load",),
+        "router.min_load",
     ),
     (
         "with another router.bias_update than quantile",
         lambda c: c.router.bias_update != "quantile",
-        ("router.bias_ema",),
+        "router.bias_ema",
     ),
     (
         "when a token takes all experts",
         lambda c: c.model.config.num_experts == c.model.config.num_experts_per_tok,
-        ("router.gradient",),
+        "router.gradient",
     ),
     (
         "while router.gradient is not default",
         lambda c: c.router.gradient != "default",
-        ("router.default_fill",),
+        "router.default_fill",
     ),
     (
         "without mean outputs (router.gradient or router.rounding_dropped_grad: default)",
         lambda c: "default" not in (c.router.gradient, c.router.rounding_dropped_grad),
-        ("router.default_decay",),
+        "router.default_decay",
     ),
     (
         "while router.sample_temperature=0",
         lambda c: c.router.sample_temperature == 0,
-        ("router.sample_until",),
+        "router.sample_until",
     ),
     (
         "while router.top_k_schedule=none",
         lambda c: c.router.top_k_schedule == "none",
-        ("router.top_k_start", "router.top_k_ramp", "router.top_k_levels", "router.soft_k"),
+        "router.top_k_start router.top_k_ramp router.top_k_levels router.soft_k",
     ),
     (
         "with router.top_k_schedule=steps, which has router.top_k_levels",
         lambda c: c.router.top_k_schedule == "steps",
-        ("router.top_k_ramp",),
+        "router.top_k_ramp",
     ),
     (
         "without router.top_k_schedule=steps",
         lambda c: c.router.top_k_schedule != "steps",
-        ("router.top_k_levels",),
+        "router.top_k_levels",
     ),
     (
         "without train.sparse_density",
         lambda c: c.train.sparse_density is None,
-        (
-            "train.sparse_method",
-            "train.sparse_block",
-            "train.sparse_start",
-            "train.sparse_every",
-            "train.sparse_end",
-            "train.sparse_until",
-            "train.sparse_regrow",
-        ),
+        "train.sparse_method train.sparse_block train.sparse_start train.sparse_every "
+        "train.sparse_end train.sparse_until train.sparse_regrow",
     ),
     (
         "with train.sparse_method=straight_through",
         lambda c: c.train.sparse_method == "straight_through",
-        ("train.sparse_regrow",),
+        "train.sparse_regrow",
     ),
     (
         "without surgery.events or surgery.policy",
         lambda c: not uses_slots(c),
-        ("surgery.start_experts",),
+        "surgery.start_experts",
     ),
     (
         "without surgery.events that copy, surgery.policy or router.revive_after",
         lambda c: not makes_copies(c) and c.router.revive_after is None,
-        ("surgery.noise",),
+        "surgery.noise",
     ),
     (
         "without surgery.events that copy, or surgery.policy",
         # the others are what an empty one becomes
         lambda c: not makes_copies(c) and c.surgery.clone == "family",
-        ("surgery.clone",),
+        "surgery.clone",
     ),
     (
         "where nothing looks at it: without surgery.policy, or events that choose by it",
         lambda c: not chosen_by_importance(c),
-        ("surgery.importance", "surgery.importance_decay"),
+        "surgery.importance surgery.importance_decay",
     ),
     (
         "while surgery.policy=none",
         lambda c: c.surgery.policy == "none",
-        (
-            "surgery.every",
-            "surgery.dry_run",
-            "surgery.retire_below",
-            "surgery.retire_after",
-            "surgery.cooldown",
-        ),
+        "surgery.every surgery.dry_run surgery.retire_below surgery.retire_after surgery.cooldown",
     ),
     (
         "with another surgery.policy than resize",
         lambda c: c.surgery.policy != "resize",
-        ("surgery.clone_above", "surgery.min_experts", "surgery.max_experts"),
+        "surgery.clone_above surgery.min_experts surgery.max_experts",
     ),
     (
         "with optim.schedule=constant",
         lambda c: c.optim.schedule == "constant",
-        ("optim.decay_fraction", "optim.min_lr_ratio"),
+        "optim.decay_fraction optim.min_lr_ratio",
     ),
     (
         "with optim.schedule=cosine or linear, which decay from the end of warm-up on",
         lambda c: c.optim.schedule in ("cosine", "linear"),
-        ("optim.decay_fraction",),
+        "optim.decay_fraction",
     ),
     (
         "without checkpoint.every_steps, as there is only one checkpoint",
         lambda c: c.checkpoint.every_steps is None,
-        ("checkpoint.keep_last",),
+        "checkpoint.keep_last",
     ),
     (
         "without eval.every_steps",
         lambda c: c.eval.every_steps is None,
-        ("eval.batches", "eval.sample_prompt", "eval.sample_tokens"),
+        "eval.batches eval.sample_prompt eval.sample_tokens",
     ),
     (
         "without text to validate on (data.validation_sources or data.validation_fraction)",
         lambda c: not c.data.validation_sources and not c.data.validation_fraction,
-        ("eval.batches",),
+        "eval.batches",
     ),
-    ("without eval.sample_prompt", lambda c: c.eval.sample_prompt is None, ("eval.sample_tokens",)),
-    ("with log.wandb=off", lambda c: c.log.wandb == "off", ("log.wandb_project",)),
+    ("without eval.sample_prompt", lambda c: c.eval.sample_prompt is None, "eval.sample_tokens"),
+    ("with log.wandb=off", lambda c: c.log.wandb == "off", "log.wandb_project"),
 )
 
 
@@ -255,7 +223,7 @@ def refuse_useless(config: Config) -> None:
     for reason, holds, places in _USELESS:
         if not holds(config):
             continue
-        for place in places:
+        for place in places.split():
             value, default = _field(config, place)
             if value != default:
                 raise ValueError(f"{place}={value!r} has no effect {reason}; leave it out")
