@@ -59,7 +59,7 @@ class Offload:
                 f"parallel.{disk[0]}=nvme needs parallel.offload_path: a folder on a local disk"
             )
         if self.path == "":
-            raise ValueError("parallel.offload_path='' names no folder; allowed: one on a local disk")
+            raise ValueError("parallel.offload_path='' must name a folder on a local disk")
         if self.path is not None and not disk:
             raise ValueError(
                 f"parallel.offload_path={self.path!r} has no effect without parallel.offload=nvme "

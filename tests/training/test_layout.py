@@ -67,7 +67,7 @@ def test_every_setting_arrives(tiny_config):
         ),
         ("parallel.offload=true", "parallel.offload=True must be one of"),
         ("parallel.offload=nvme", "parallel.offload=nvme needs parallel.offload_path"),
-        ("parallel.offload=nvme parallel.offload_path=''", "parallel.offload_path='' names no"),
+        ("parallel.offload=nvme parallel.offload_path=''", "parallel.offload_path='' must name"),
         ("parallel.offload_path=x", "parallel.offload_path='x' has no effect without"),
         ("parallel.engine=fsdp2 parallel.adam=deepspeed", "parallel.adam=deepspeed needs"),
         ("parallel.chunks=3", "parallel.chunks=3 has no effect while the experts are not split"),
