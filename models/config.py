@@ -158,7 +158,7 @@ class ModelConfig(BaseModel):
     """Width of each expert, where they differ: one list for all MoE layers, or a list for each. The
     width above is then that of the widest, to which an exported folder pads the others with zeros.
     Empty: all the same."""
-    num_hidden_layers: Positive | None = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Decoder layers."""
     num_attention_heads: Positive | None = None
     """Query heads."""
@@ -227,7 +227,7 @@ class ModelConfig(BaseModel):
         if not isinstance(raw, dict):
             return raw
         family = raw.get("family")
-        if family not in FAMILY_DEFAULTS:
+        if not isinstance(family, str) or family not in FAMILY_DEFAULTS:
             return raw  # pydantic names the missing or wrong family
         defaults = FAMILY_DEFAULTS[family]
         for key, value in raw.items():
@@ -445,9 +445,10 @@ def _problems(c: ModelConfig):
             f"num_attention_heads={c.num_attention_heads}"
         )
     if c.rotary_dim < 2 or c.rotary_dim % 2:
+        part = "" if c.partial_rotary_factor is None else f" times {c.partial_rotary_factor:g}"
         yield (
-            f"head_dim={c.head_dim} and partial_rotary_factor={c.partial_rotary_factor} rotate "
-            f"{c.rotary_dim} dimensions; RoPE needs an even number of at least 2"
+            f"head_dim={c.head_dim}{part} rotates {c.rotary_dim} dimensions; RoPE needs an even "
+            "number of at least 2"
         )
     if c.family == "olmoe" and c.head_dim * c.num_attention_heads != c.hidden_size:
         yield (
@@ -460,10 +461,10 @@ def _problems(c: ModelConfig):
             f"num_experts={c.num_experts}"
         )
     if c.family == "mixtral" and not c.norm_topk_prob:
-        yield "norm_topk_prob=False: mixtral always renormalises; allowed: true"
+        yield "norm_topk_prob=false: mixtral always renormalises; allowed: true"
     if c.num_experts_per_tok == 1 and c.norm_topk_prob:
         yield (
-            "num_experts_per_tok=1 with norm_topk_prob=True makes every gate 1 and gives the "
+            "num_experts_per_tok=1 with norm_topk_prob=true makes every gate 1 and gives the "
             "router no gradient; set norm_topk_prob=false or more experts per token"
         )
     if c.family == "glm4_moe":
@@ -472,7 +473,7 @@ def _problems(c: ModelConfig):
         yield from _width_problems(c)
     if c.tie_word_embeddings and c.family in ("olmoe", "glm4_moe"):
         yield (
-            f"tie_word_embeddings=True: vLLM and SGLang load a tied {c.family} wrongly; "
+            f"tie_word_embeddings=true: vLLM and SGLang load a tied {c.family} wrongly; "
             "allowed: false"
         )
     for layer in c.mlp_only_layers or []:

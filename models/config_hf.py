@@ -98,7 +98,7 @@ def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> di
     ValueError names what is not understood.
     """
     family = raw.get("model_type")
-    if family not in FAMILY_DEFAULTS:
+    if family not in get_args(Family):  # which need not be text
         raise ValueError(
             f"model_type={family!r} is not supported; allowed: {', '.join(get_args(Family))}"
         )

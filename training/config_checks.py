@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from training.config_load import ConfigError
+from training.config_load import ConfigError, shown
 from training.config_surgery import (
     check_importance,
     check_surgery,
@@ -226,17 +226,18 @@ def refuse_useless(config: Config) -> None:
         for place in places.split():
             value, default = _field(config, place)
             if value != default:
-                raise ValueError(f"{place}={value!r} has no effect {reason}; leave it out")
+                raise ValueError(f"{place}={shown(value)} has no effect {reason}; leave it out")
 
 
 def check_combinations(config: Config) -> None:
     """ValueError for settings that are right alone and impossible together."""
     train, optim, data, model = config.train, config.optim, config.data, config.model.config
-    if (train.steps is None) == (train.epochs is None):
-        given = "both" if train.steps is not None else "neither"
+    if train.steps is None and train.epochs is None:
+        raise ValueError("train.steps and train.epochs are both empty; give one of the two")
+    if train.steps is not None and train.epochs is not None:
         raise ValueError(
-            f"train.steps={train.steps} and train.epochs={train.epochs}: give one of the two, "
-            f"not {given} (null empties one)"
+            f"train.steps={train.steps} and train.epochs={train.epochs:g} exclude each other; give "
+            "one of the two (null empties the other)"
         )
     if train.global_batch_size % train.micro_batch_size:
         raise ValueError(
@@ -345,7 +346,7 @@ def _check_widths(config: Config) -> None:
         if value not in allowed:
             raise ValueError(
                 f"{place}={value!r} takes all experts for equally wide, which they are not with "
-                f"model.moe_expert_widths; allowed: {', '.join(map(str, allowed))}"
+                f"model.moe_expert_widths; allowed: {', '.join(a or 'empty' for a in allowed)}"
             )
     if router.balance_load == "flops":
         if router.balance_scope == "sequence" and router.balance_coef:
@@ -433,7 +434,7 @@ def _check_router(config: Config) -> None:
                 raise ValueError(
                     f"router.{key}={getattr(router, key)!r} does not go with router.score='relu', "
                     "which chooses by the sign of a logit and balances by its own penalty; "
-                    f"allowed: {idle!r}"
+                    f"allowed: {'empty' if idle is None else idle}"
                 )
         if router.balance_scope == "sequence":
             raise ValueError(

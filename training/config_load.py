@@ -187,6 +187,12 @@ def kind(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def shown(value: Any) -> str:
+    """A value in an error message, as a config file spells it."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else repr(value)
+
+
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Every pydantic model that an annotation mentions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -214,8 +220,8 @@ def unknown_key_message(section: str, key: str, value: Any, names: dict[str, Seq
         names: every dotted place (with "" for the top level) → the keys that are valid there.
     """
     here = list(names.get(section, ()))
-    shown = "" if isinstance(value, (dict, list)) else f"={value!r}"
-    head = f"unknown key {section}.{key}{shown}" if section else f"unknown section or key {key!r}"
+    given = "" if isinstance(value, (dict, list)) else f"={shown(value)}"
+    head = f"unknown key {section}.{key}{given}" if section else f"unknown section or key {key!r}"
     best = nearest(key, here)
     plain = key.replace("-", "_").lower()
     # An exact name elsewhere beats a similar one here: the key sits one level too high or astray.
@@ -310,20 +316,32 @@ def first_line(error: ValidationError, names: dict[str, Sequence[str]]) -> str:
         line = str(first["ctx"]["error"])
         place = ".".join(map(str, location))
         if place and place not in line and not _mentions(line, place, names):
-            line = f"{place}: {line}"
+            line = _placed(line, place, location, first["input"], names)
     else:
         places = [e for e in found if e["loc"][: len(location)] == first["loc"][: len(location)]]
         allowed = " or ".join(dict.fromkeys(_allowed(e) for e in places))
-        shown = "" if first["type"] == "missing" else f"={first['input']!r}"
+        given = "" if first["type"] == "missing" else f"={shown(first['input'])}"
         verb = "is missing: it needs" if first["type"] == "missing" else "must be"
         place = ".".join(map(str, location))
-        line = f"{place}{shown} {verb} {allowed}{_number_hint(first['input'], allowed)}"
+        line = f"{place}{given} {verb} {allowed}{_number_hint(first['input'], allowed)}"
     return " ".join(line.split())
 
 
 def _mentions(line: str, place: str, names: dict[str, Sequence[str]]) -> bool:
     """Whether a sentence already names a key of the section it is about."""
     return any(f"{place}.{key}" in line for key in names.get(place, ()))
+
+
+def _placed(
+    line: str, place: str, location: list[Any], given: Any, names: dict[str, Sequence[str]]
+) -> str:
+    """A sentence of a section's own validator, with the place of the key that it begins with."""
+    key, rest = re.fullmatch(r"(\w*)(.*)", line, re.DOTALL).groups()
+    if key not in names.get(".".join(p for p in location if isinstance(p, str)), ()):
+        return f"{place}: {line}"
+    value = given.get(key) if rest.startswith(" ") and isinstance(given, dict) else None
+    told = "" if value is None or isinstance(value, (dict, list)) else f"={shown(value)}"
+    return f"{place}.{key}{told}{rest}"
 
 
 def _is_union_tag(part: Any) -> bool:

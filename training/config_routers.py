@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from training.assemble import router_options
 from training.config_checks import check_sparse
-from training.config_load import ConfigError
+from training.config_load import ConfigError, shown
 from training.config_router import RouterConfig
 from training.config_surgery import uses_slots
 from training.exactness import check_ends, last_acting_step
@@ -51,8 +51,8 @@ def _refuse_all(config: Config) -> None:
         # those that are empty by default have been filled by the family
         if value != default and key not in ("score", "bias_update", "balance_coef"):
             raise ConfigError(
-                f"router.{key}={value!r} has no effect: no layer of this model has experts; leave "
-                "it out"
+                f"router.{key}={shown(value)} has no effect: no layer of this model has "
+                "experts; leave it out"
             )
 
 

@@ -182,20 +182,18 @@ def check_surgery(config: Config) -> None:
             f"{key}={value:g} does not go with surgery.clone='family', whose members a token tells "
             f"apart by their own rows alone; allowed: {'empty' if surgery.noise else 'above 0'}"
         )
-    for key, value, allowed in (
-        ("model.moe_expert_widths", model.moe_expert_widths, None),
-        ("model.n_group", model.n_group or 1, 1),
-        ("router.score", config.router.score == "relu", False),
-        ("router.gradient", config.router.gradient, "plain"),
-        ("router.rounding_max_tiles", config.router.rounding_max_tiles, None),
-        ("train.sparse_density", config.train.sparse_density, None),
+    for key, value, idle, allowed in (
+        ("model.moe_expert_widths", model.moe_expert_widths, None, "empty"),
+        ("model.n_group", model.n_group or 1, 1, "1"),
+        ("router.score", score if score == "relu" else None, None, "another score"),
+        ("router.gradient", config.router.gradient, "plain", "plain"),
+        ("router.rounding_max_tiles", config.router.rounding_max_tiles, None, "empty"),
+        ("train.sparse_density", config.train.sparse_density, None, "empty"),
     ):
-        if value != allowed:
-            shown = "relu" if key == "router.score" else value
-            other = "another score" if key == "router.score" else allowed
+        if value != idle:
             raise ConfigError(
-                f"{key}={shown!r} does not go with experts that come and go (surgery); allowed: "
-                f"{other}"
+                f"{key}={value!r} does not go with experts that come and go (surgery); allowed: "
+                f"{allowed}"
             )
     follow_events(config)
 

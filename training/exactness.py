@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from training.config_load import shown
 from training.config_surgery import events_uneven, uses_families
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def check_exactness(config: Config) -> None:
             value = getattr(router, key)
             if value != idle:
                 raise ValueError(
-                    f"router.{key}={value!r} has no effect: all that this router does can be "
+                    f"router.{key}={shown(value)} has no effect: all that this router does can be "
                     f"exported as {family}; leave it out"
                 )
         return
@@ -139,15 +140,15 @@ def check_exactness(config: Config) -> None:
     for knob in found:
         section, _, key = knob.place.partition(".")
         value = getattr(getattr(config, section), key)
-        value = "..." if isinstance(value, list) else value
+        given = f"{knob.place}={'...' if isinstance(value, list) else shown(value)}"
         if knob.end is None:
             raise ValueError(
-                f"{knob.place}={value!r} cannot be exported: {family} has no {knob.what}; allowed "
+                f"{given} cannot be exported: {family} has no {knob.what}; allowed "
                 "only with router.exportable=false, for a run that is not to be exported"
             )
         if router.end_steps is None:
             raise ValueError(
-                f"{knob.place}={value!r} cannot be exported: {family} has no {knob.what}. Give "
+                f"{given} cannot be exported: {family} has no {knob.what}. Give "
                 f"router.end_steps: the last so many steps train without it ({knob.end} before), "
                 "or router.exportable=false for a run that is not to be exported"
             )

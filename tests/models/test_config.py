@@ -132,8 +132,8 @@ def test_from_hf_reads_files_and_folders(tmp_path) -> None:
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen3_moe", {"new_feature": 1}, "not understood: new_feature"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
-        ("olmoe", {"tie_word_embeddings": True}, "tie_word_embeddings=True.*vLLM"),
-        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings=True.*vLLM"),
+        ("olmoe", {"tie_word_embeddings": True}, "tie_word_embeddings=true.*vLLM"),
+        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings=true.*vLLM"),
         ("mixtral", {"norm_topk_prob": False}, "always renormalises"),
         ("glm4_moe", {"eos_token_id": [1, 10**6]}, "eos_token_id=1000000.*vocab_size=151552"),
     ],
@@ -165,7 +165,7 @@ def test_impossible_values_are_refused_by_name() -> None:
     refused("hidden_size", family="olmoe", hidden_size="2048")
     refused("gate 1 and gives the router no gradient", family="mixtral", num_experts_per_tok=1)
     refused("give head_dim", family="qwen3_moe", hidden_size=100)
-    refused("rotate 15", family="qwen3_moe", head_dim=15)
+    refused("rotates 15", family="qwen3_moe", head_dim=15)
     refused("olmoe needs hidden_size", family="olmoe", head_dim=64)
     refused("mlp_only_layers names layer 24", family="qwen3_moe", mlp_only_layers=[24])
     glm = {"family": "glm4_moe", "head_dim": 128}
@@ -176,6 +176,13 @@ def test_impossible_values_are_refused_by_name() -> None:
     refused("first_k_dense_replace=47", **glm, first_k_dense_replace=47)
     with pytest.raises(ValidationError):
         tiny_config().hidden_size = 3  # frozen
+
+
+@pytest.mark.parametrize("family", [["mixtral"], {}, None, 3])
+def test_a_family_that_is_no_text_is_refused_by_name(family) -> None:
+    refused("qwen3_moe.*glm4_moe", family=family)
+    with pytest.raises(ValueError, match="model_type=.* is not supported; allowed: qwen3_moe"):
+        ModelConfig.from_hf({"model_type": family})
 
 
 def test_token_ids_of_public_tokenizers_are_no_defaults_of_new_models() -> None:

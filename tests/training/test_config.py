@@ -85,12 +85,12 @@ MISTAKES = [
     ("model.config=1", "model.config is no key"),
     ("train.steps=1.5", "train.steps=1.5 must be a whole number"),
     ("train.steps=010", "train.steps='010' must be a whole number (a leading 0 is ambiguous"),
-    ("train.steps=true", "train.steps=True must be a whole number"),
+    ("train.steps=true", "train.steps=true must be a whole number"),
     ("train.steps=0", "train.steps=0 must be a number >= 1"),
     ("optim.lr=fast", "optim.lr='fast' must be a number"),
     ("optim.lr=.nan", "optim.lr=nan must be"),
     ("optim.lr=-1", "optim.lr=-1 must be a number > 0"),
-    ("optim.lr=null", "optim.lr=None must be a number"),
+    ("optim.lr=null", "optim.lr=null must be a number"),
     ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of at least 2"),
     ("optim.betas=[0.9, 1]", "optim.betas.1=1 must be a number < 1"),
     ("log.wandb=on", "log.wandb='on' must be one of 'off', 'offline' or 'online'"),
@@ -102,8 +102,32 @@ MISTAKES = [
     ("model.num_experts_per_tok=9", "num_experts_per_tok=9 must not exceed num_experts=8"),
     ("model.num_experts_per_tok=1", "norm_topk_prob"),
     ("model.clip_qkv=8", "clip_qkv=8 is no field of the family qwen3_moe"),
-    ("train.epochs=1", "give one of the two, not both"),
-    ("train.steps=null", "train.steps=None and train.epochs=None: give one of the two"),
+    ("train.epochs=1", "train.steps=200 and train.epochs=1 exclude each other; give one"),
+    ("train.steps=null", "train.steps and train.epochs are both empty; give one of the two"),
+    ("model.family=[qwen3_moe]", "model.family=['qwen3_moe'] must be one of 'qwen3_moe', 'olmoe'"),
+    ("model.num_hidden_layers=99999999999", "must be a number <= 10000"),
+    ("model.head_dim=3", "model.head_dim=3 rotates 3 dimensions; RoPE needs an even number"),
+    ("model.clip_qkv=3", "model.clip_qkv=3 is no field of the family qwen3_moe, leave it out"),
+    ("data.bos_token=<s>", "data.bos_token='<s>' is read only with add_bos=true"),
+    (
+        "data.sources=[{path: a, split: train}]",
+        "data.sources.0.split='train' is read only with hub",
+    ),
+    (
+        "router.score=relu router.exportable=false router.balance_coef=0 router.ema=0.9",
+        "router.ema=0.9 does not go with router.score='relu', which chooses by the sign of a logit "
+        "and balances by its own penalty; allowed: empty",
+    ),
+    (
+        "model.moe_expert_widths=[32,8,8,8,8,8,8,4] router.revive_after=5",
+        "router.revive_after=5 takes all experts for equally wide, which they are not with "
+        "model.moe_expert_widths; allowed: empty",
+    ),
+    (
+        "surgery.policy=replace train.sparse_density=0.5",
+        "train.sparse_density=0.5 does not go with experts that come and go (surgery); allowed: "
+        "empty",
+    ),
     ("train.micro_batch_size=7", "train.global_batch_size=32 must be a multiple of"),
     ("optim.warmup_steps=200", "optim.warmup_steps=200 must be below train.steps=200"),
     ("data.seq_len=512", "data.seq_len=512 must not exceed model.max_position_embeddings=256"),
@@ -215,7 +239,7 @@ MISTAKES = [
     ),
     (
         "surgery.events=[{step: 5, kind: retire, layer: 0}]",
-        "surgery.events='...' cannot be exported: qwen3_moe has no different numbers",
+        "surgery.events=... cannot be exported: qwen3_moe has no different numbers",
     ),
     (
         "surgery.events=[{step: 5, kind: clone}]",

@@ -29,7 +29,7 @@ GLM = ["model.family=glm4_moe", "model.first_k_dense_replace=0"]
         ("router.score=relu router.end_steps=2", "allowed only with router.exportable=false"),
         ("router.capacity_factor=1.25", "has no limit on the tokens of an expert. Give router.end"),
         ("router.end_steps=2", "router.end_steps=2 has no effect: all that this router does"),
-        ("router.exportable=false", "router.exportable=False has no effect"),
+        ("router.exportable=false", "router.exportable=false has no effect"),
         ("router.ema=0.9 router.end_steps=4", "must be less than half of the run's 8 steps"),
         ("router.ema=0.9 router.end_steps=2 router.exportable=false", "leave one of them out"),
     ],

@@ -65,7 +65,7 @@ def test_every_setting_arrives(tiny_config):
             "parallel.engine=fsdp2 parallel.offload=cpu",
             "parallel.offload=cpu alone needs parallel.engine=deepspeed",
         ),
-        ("parallel.offload=true", "parallel.offload=True must be one of"),
+        ("parallel.offload=true", "parallel.offload=true must be one of"),
         ("parallel.offload=nvme", "parallel.offload=nvme needs parallel.offload_path"),
         ("parallel.offload=nvme parallel.offload_path=''", "parallel.offload_path='' must name"),
         ("parallel.offload_path=x", "parallel.offload_path='x' has no effect without"),
