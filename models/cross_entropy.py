@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import launch, next_power_of_2, tl, triton
 
 IGNORED = -100
 """Label of a token without a target."""
@@ -84,7 +84,7 @@ def cross_entropy_triton(
         grad_PV = torch.empty(rows, words, dtype=grad_dtype, device=logits_PV.device)
     if rows == 0:
         return losses_P, grad_PV
-    block = min(4096, triton.next_power_of_2(words))
+    block = min(4096, next_power_of_2(words))
     launch(_cross_entropy_kernel, (rows,),
         logits_PV, labels_P.contiguous(), losses_P, losses_P if grad_PV is None else grad_PV,
         words, logits_PV.stride(0),

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import launch, on_device, pick_backend, tl, triton
+from moe.kernels._triton import cdiv, launch, on_device, pick_backend, tl, triton
 
 _WORD = 0xFFFFFFFF
 
@@ -212,7 +212,7 @@ def adamw_triton(
     beta1, beta2 = rates.betas
     seed = rates.seed & _WORD
     with on_device(weight_P):
-        launch(_adamw_kernel, (triton.cdiv(size, block),),
+        launch(_adamw_kernel, (cdiv(size, block),),
             bits(weight_P), bits(weight_P if copy_P is None else copy_P), bits(exp_avg_P),
             bits(exp_avg_sq_P), bits(gradient_P), rates.numbers, size, first,
             seed - (1 << 32) if seed >> 31 else seed,

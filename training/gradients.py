@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import launch, on_device, pick_backend, tl, triton
+from moe.kernels._triton import cdiv, launch, on_device, pick_backend, tl, triton
 from training.adamw import _widen, bits
 
 
@@ -49,7 +49,7 @@ def collect(total: Tensor, gradient: Tensor, add: bool, backend: str = "auto") -
     size, block = total.numel(), 4096
     gradient = gradient.contiguous()
     with on_device(total):
-        launch(_collect_kernel, (triton.cdiv(size, block),),
+        launch(_collect_kernel, (cdiv(size, block),),
             total, bits(gradient), size, ADD=add, BLOCK=block, num_warps=8,
         )  # fmt: skip
 
@@ -73,7 +73,7 @@ def norm(buffers: Sequence[Tensor], backend: str = "auto") -> Tensor:
         squares = [torch.linalg.vector_norm(b, dtype=torch.float64).square() for b in buffers]
         return torch.stack(squares).sum().sqrt().float()
     block = 8192
-    counts = [triton.cdiv(buffer.numel(), block) for buffer in buffers]
+    counts = [cdiv(buffer.numel(), block) for buffer in buffers]
     sums = torch.empty(sum(counts), device=buffers[0].device)
     with on_device(sums):
         for buffer, mine in zip(buffers, sums.split(counts)):

@@ -41,9 +41,9 @@ def define_op(schema: str, run: Callable, fake: Callable) -> Callable:
     op = getattr(torch.ops.tessera, name).default
 
     def call(*args):
-        if is_eager(*(arg for arg in args if isinstance(arg, Tensor))):
-            return without_grad(*args)
-        return op(*args)
+        if not is_eager(*args):
+            return op(*args)
+        return without_grad(*args) if torch.is_grad_enabled() else run(*args)
 
     return call
 

@@ -20,7 +20,7 @@ from moe.kernels._tiles import (
     store_rows,
     weight_tile,
 )
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import cdiv, launch, tl, triton
 from moe.kernels._tuning import size_class
 
 # Not specialised on divisibility, so that fewer variants are compiled: TMA and whole vectors
@@ -172,7 +172,7 @@ def rows_triton(
         a_desc = _tiles.descriptor(a_RI, [c.bm, c.bk])
         w_desc = _tiles.descriptor(stored, [1, c.bn, c.bk] if transposed else [1, c.bk, c.bn])
         out_desc = _tiles.ragged_descriptor(out_RO, [c.bm, c.bn // c.split])
-    grid = _tiles.grid_size(a_RI.device, c, tiles.expert_B.shape[0] * triton.cdiv(O, c.bn))
+    grid = _tiles.grid_size(a_RI.device, c, tiles.expert_B.shape[0] * cdiv(O, c.bn))
     launch(_rows_kernel, (grid,),
         a_RI, a_desc, w_EIO, w_desc, bias_EO, scale_R, out_RO, out_desc,
         tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,19 +44,11 @@ except ImportError:
         def __getitem__(self, grid: Any) -> Any:
             raise RuntimeError(f"{self._name} needs Triton, which is not installed")
 
-    def _cdiv(a: int, b: int) -> int:
-        return -(-a // b)
-
-    def _next_power_of_2(n: int) -> int:
-        return 1 << max(n - 1, 0).bit_length()
-
     triton = SimpleNamespace(  # type: ignore[assignment]
         jit=_Inert("triton.jit"),
         autotune=_Inert("triton.autotune"),
         heuristics=_Inert("triton.heuristics"),
         Config=_Inert("triton.Config"),
-        cdiv=_cdiv,
-        next_power_of_2=_next_power_of_2,
         __version__="0",
     )
     tl = _Inert("triton.language")  # type: ignore[assignment]
@@ -68,6 +60,20 @@ INTERPRET = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in (
     "on",
     "yes",
 )
+
+
+# For the host alone: Triton's own of these names take microseconds a call, tens in a launcher.
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least n, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
 
 BACKENDS = ("auto", "reference", "triton", "hopper", "spmm")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -129,8 +135,13 @@ def pick_backend(
     return name if name in available else "triton"
 
 
-def is_eager(*tensors: torch.Tensor | None) -> bool:
-    """Whether a launcher may be called directly, past the dispatcher.
+_PLAIN = frozenset(
+    (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple)
+)
+
+
+def is_eager(*arguments: Any) -> bool:
+    """Whether a launcher may be called with these directly, past the dispatcher.
 
     An operator call costs tens of microseconds of Python, as much as a router's kernels take. It is
     needed where something looks at operators: torch.compile, fake tensors, tensor subclasses,
@@ -138,10 +149,21 @@ def is_eager(*tensors: torch.Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(t is None or type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    return _PLAIN.issuperset(map(type, arguments))
 
 
-_compiled: dict[tuple, tuple[Any, tuple]] = {}
+class _Kept(NamedTuple):
+    """What a launch needs of a compiled kernel."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    constants: tuple
+    whole: Any
+    kernel: Any  # kept alive: its id is part of the key
+
+
+_compiled: dict[tuple, _Kept] = {}
 
 
 def _class_of(argument: Any) -> Any:
@@ -149,10 +171,14 @@ def _class_of(argument: Any) -> Any:
     `launch` does not tell apart itself."""
     if isinstance(argument, int):  # bool, and what else derives from int
         return type(argument), argument == 1, argument % 16 == 0, argument.bit_length() > 31
-    if argument is None:
-        return None
     base = argument.base  # a tensor descriptor: strides and sizes are values, not code
     return base.dtype, base.data_ptr() % 16 == 0, len(argument.shape), *argument.block_shape
+
+
+def _watched() -> bool:
+    """Whether a profiler of Triton wants to be told of launches."""
+    hook = triton.knobs.runtime.launch_enter_hook  # a chain since Triton 3.5
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -160,24 +186,30 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Triton binds, classifies and hashes every argument and checks every global at each launch, which
     takes longer than a small kernel runs. Here the compiled kernel is kept by the classes of its
-    arguments and started without its runner. Compile-time constants must be given by keyword, all
+    arguments and started without its runner, with addresses in place of tensors, which Triton would
+    ask for theirs and the driver about each. Compile-time constants must be given by keyword, all
     other arguments by position.
     """
     if INTERPRET or not torch.cuda.is_initialized():
         kernel[grid](*args, **options)
         return
     device = torch._C._cuda_getDevice()
-    key: list[Any] = [kernel, device]
+    key: list[Any] = [id(kernel), device, *options, *options.values()]
+    values: list[Any] = []
     for a in args:
         if isinstance(a, torch.Tensor):
-            key.append(a.dtype)
-            key.append(a.data_ptr() & 15 == 0)
-        elif type(a) is int:  # one, a multiple of 16, more than 32 bits
+            address = a.data_ptr()
+            values.append(address)
+            aligned = address & 15 == 0
+            key.append(a.dtype if aligned and a.is_cuda else (a.dtype, aligned, a.is_cuda))
+            continue
+        values.append(a)
+        if type(a) is int:  # one, a multiple of 16, more than 32 bits
             key.append((a == 1) + 2 * (a & 15 == 0) + 4 * (a.bit_length() > 31))
+        elif a is None or type(a) is float:
+            key.append(type(a))
         else:
-            key.append(float if type(a) is float else _class_of(a))
-    key.extend(options)
-    key.extend(options.values())
+            key.append(_class_of(a))
     name = tuple(key)
     found = _compiled.get(name)
     if found is None:
@@ -187,18 +219,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             raise TypeError(
                 f"{kernel.__name__}: all constants must be keywords: {sorted(constant)}"
             )
-        compiled = kernel[grid](*args, **options)
-        _compiled[name] = compiled, tuple(options[name] for name in rest)
+        made = kernel[grid](*args, **options)
+        constants = tuple(options[name] for name in rest)
+        _compiled[name] = _Kept(
+            made.run, made.function, made.packed_metadata, constants, made, kernel
+        )
         return
-    compiled, constants = found
     grid = (*grid, 1, 1)
-    if triton.knobs.runtime.launch_enter_hook is not None:  # a profiler wants to be told
-        compiled[grid[:3]](*args, *constants)
+    if _watched():
+        found.whole[grid[:3]](*args, *found.constants)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(
-        grid[0], grid[1], grid[2], stream, compiled.function, compiled.packed_metadata, None, None,
-        None, *args, *constants,
+    found.run(
+        grid[0], grid[1], grid[2], stream, found.function, found.metadata, None, None, None,
+        *values, *found.constants,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe.kernels import _tuning
 from moe.kernels._grouped import arithmetic_dtype, define_op
-from moe.kernels._triton import on_device, tl, triton
+from moe.kernels._triton import cdiv, on_device, tl, triton
 from moe.kernels._tuning import size_class
 
 # --------------------------------------------------------------------------------------- reference
@@ -281,10 +281,10 @@ def dsd_triton(
     bn = min(c.bn, max(16, size_class(N)))
     add_strides = (0, 0, 0) if add_GRN is None else add_GRN.stride()
     with on_device(x_GRN):
-        _dsd_kernel[(rows * (M0 // c.bm), triton.cdiv(N, bn))](
+        _dsd_kernel[(rows * (M0 // c.bm), cdiv(N, bn))](
             indptr, indices_Z, order_Z, blocks_ZHW, x_GRN, add_GRN, out_GRN, N,
-            x_GRN.shape[1], triton.cdiv(x_GRN.shape[1], K0), *x_GRN.stride(),
-            out_GRN.shape[1], triton.cdiv(out_GRN.shape[1], M0), *out_GRN.stride(), *add_strides,
+            x_GRN.shape[1], cdiv(x_GRN.shape[1], K0), *x_GRN.stride(),
+            out_GRN.shape[1], cdiv(out_GRN.shape[1], M0), *out_GRN.stride(), *add_strides,
             alpha, beta, HEIGHT=H, WIDTH=W, TRANSPOSED=transposed, ORDER=order_Z is not None,
             ADD=add_GRN is not None, BM=c.bm, BN=bn, BK=c.bk,
             num_warps=c.warps, num_stages=c.stages,
@@ -318,7 +318,7 @@ def sdd_triton(
     with on_device(a_RI):
         _sdd_kernel[(tiles,)](
             _block_rows(indptr, Z), indices_Z, a_RI, b_GIC, out_ZHW, rows,
-            a_RI.shape[0], I, b_GIC.shape[2], triton.cdiv(b_GIC.shape[2], width), *a_RI.stride(),
+            a_RI.shape[0], I, b_GIC.shape[2], cdiv(b_GIC.shape[2], width), *a_RI.stride(),
             *b_GIC.stride(), alpha, HEIGHT=height, WIDTH=width, BM=c.bm, BN=c.bn, BK=c.bk,
             num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op, used_rows
-from moe.kernels._triton import launch, num_sms, tl, triton
+from moe.kernels._triton import launch, next_power_of_2, num_sms, tl, triton
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -44,7 +44,7 @@ def clear_rows_triton(y_RD: Tensor, offsets_E1: Tensor) -> None:
     R, D = y_RD.shape
     if R == 0:
         return
-    BD = min(1024, triton.next_power_of_2(D))
+    BD = min(1024, next_power_of_2(D))
     grid = min(4 * num_sms(y_RD.device), R)
     launch(_clear_kernel, (grid,), y_RD, offsets_E1[offsets_E1.shape[0] - 1 :], R, D, BD=BD)
 

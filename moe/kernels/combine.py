@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import arithmetic_dtype, define_op
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -123,10 +123,10 @@ def combine_triton(
     while BD > 128 and D % BD:  # the widest block without a tail, as long as it is not tiny
         BD //= 2
     if D % BD:
-        BD = min(1024, triton.next_power_of_2(D))
+        BD = min(1024, next_power_of_2(D))
     y_RD = y_RD.contiguous()
     gates_S = None if gates_S is None else gates_S.contiguous()
-    launch(_combine_kernel, (num_tokens, triton.cdiv(D, BD)),
+    launch(_combine_kernel, (num_tokens, cdiv(D, BD)),
         y_RD, gates_S, row_S, slot_offsets_T1 if K == 0 else None, out_TD, D,
         K=K, GATES=gates_S is not None, BD=BD, EVEN=D % BD == 0, num_warps=max(1, BD // 256),
     )  # fmt: skip

@@ -37,7 +37,7 @@ from moe.kernels._tiles import (
     store_rows,
     weight_tile,
 )
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import cdiv, launch, tl, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.activations import (
     WIDTH,
@@ -380,7 +380,7 @@ def sum_parts(dot: Tensor, row_S: Tensor | None, dgate_S: Tensor, used: Tensor) 
     S = dgate_S.shape[0]
     if S:
         launch(
-            _gate_gradient_kernel, (triton.cdiv(S, 1024),),
+            _gate_gradient_kernel, (cdiv(S, 1024),),
             dot, row_S, dgate_S, used, dot.shape[1], S, dot.shape[0],
             BY_SLOT=row_S is not None, BS=1024,
         )  # fmt: skip
@@ -416,7 +416,7 @@ def down_backward_triton(
     gates_S = None if gates_S is None else gates_S.contiguous()
     gate_args = {"GATES": gates_S is not None, "SLOTS": slot_R is not None}
     if not (want_dh or want_dgate):
-        launch(_scaled_activation_kernel, (triton.cdiv(R, 16), triton.cdiv(N, 128)),
+        launch(_scaled_activation_kernel, (cdiv(R, 16), cdiv(N, 128)),
             h_RH, gates_S, slot_R, a_RN, used, H, N,
             ACT=activation, WIDTH=width, **gate_args, BM=16, BN=128,
         )  # fmt: skip
@@ -446,7 +446,7 @@ def down_backward_triton(
             a_desc = _tiles.ragged_descriptor(a_RN, [c.bm, cols])
         if token_R is None:
             do_desc = _tiles.descriptor(do_TD, [c.bm, c.bk])
-    parts = triton.cdiv(N, c.bn)
+    parts = cdiv(N, c.bn)
     dot = None
     if want_dgate:
         dot = torch.empty(parts + (b2_ED is not None), R, dtype=torch.float32, device=h_RH.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -116,7 +116,7 @@ _MOST = 4096  # numbers of a program's block
 
 def _shape(C: int) -> tuple[int, int]:
     """(rows, columns) of a block."""
-    BC = min(_MOST, max(16, triton.next_power_of_2(C)))
+    BC = min(_MOST, max(16, next_power_of_2(C)))
     return _MOST // BC, BC
 
 
@@ -127,7 +127,7 @@ def to_float8_triton(x_RC: Tensor) -> tuple[Tensor, Tensor]:
     if R:
         BR, BC = _shape(C)
         launch(
-            _to_float8_kernel, (triton.cdiv(R, BR),), x_RC.contiguous(), q_RC.view(torch.uint8),
+            _to_float8_kernel, (cdiv(R, BR),), x_RC.contiguous(), q_RC.view(torch.uint8),
             scale_R, R, C,
             LARGEST=LARGEST, LEAST=_LEAST, BR=BR, BC=BC, ONE=BC >= C,
         )  # fmt: skip
@@ -140,7 +140,7 @@ def from_float8_triton(q_RC: Tensor, scale_R: Tensor, dtype: torch.dtype) -> Ten
     out_RC = q_RC.new_empty(R, C, dtype=dtype)
     if R:
         BR, BC = _shape(C)
-        grid = (triton.cdiv(R, BR), triton.cdiv(C, BC))
+        grid = (cdiv(R, BR), cdiv(C, BC))
         q_RC = q_RC.view(torch.uint8)
         launch(_from_float8_kernel, grid, q_RC, scale_R, out_RC, R, C, BR=BR, BC=BC)
     return out_RC

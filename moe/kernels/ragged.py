@@ -40,7 +40,7 @@ from moe.kernels._tiles import (
     tile_of,
     weight_tile,
 )
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.activations import WIDTH, act_and_slope, activation_backward_ref, activation_ref
 from moe.kernels.down_backward import _gates_of, _slots_of, _to_slots, sum_parts
@@ -418,11 +418,11 @@ def _bm(dtype: torch.dtype, rows: int, sizes: tuple[int, ...]) -> int:
 
 def _padded(sizes: tuple[int, ...]) -> int:
     """Experts that a kernel's lists have room for."""
-    return max(8, triton.next_power_of_2(len(sizes)))
+    return max(8, next_power_of_2(len(sizes)))
 
 
 def _grid(device, c: Config, bm: int, rows: int, sizes: tuple[int, ...], columns: int) -> int:
-    tiles = (rows // bm + min(len(sizes), rows)) * triton.cdiv(columns, c.bn)
+    tiles = (rows // bm + min(len(sizes), rows)) * cdiv(columns, c.bn)
     return _tiles.grid_size(device, c, tiles)
 
 
@@ -531,7 +531,7 @@ def down_backward_triton(
             do_desc = _tiles.descriptor(do, [c.bm, c.bk])
     dot = None
     if gates_S is not None:  # parts that a narrow expert does not have stay 0
-        dot = torch.zeros(triton.cdiv(N, c.bn), R, dtype=torch.float32, device=device)
+        dot = torch.zeros(cdiv(N, c.bn), R, dtype=torch.float32, device=device)
     starts, order = _lists(sizes, device)
     launch(_down_backward_kernel, (_grid(device, c, c.bm, R, sizes, N),),
         do, do_desc, w2_UD, w_desc, h_RH, h_desc, gates_S, dh_RH, dh_desc, a_RN, a_desc, dot,
@@ -569,7 +569,7 @@ def outer_triton(
         left_desc = _tiles.ragged_descriptor(left_RI, [c.bk, c.bm])
         if token_R is None:
             right_desc = _tiles.ragged_descriptor(right, [c.bk, c.bn])
-    count = (P // c.bm + len(sizes)) * triton.cdiv(D, c.bn)
+    count = (P // c.bm + len(sizes)) * cdiv(D, c.bn)
     starts, order = _lists(sizes, right.device)
     launch(_outer_kernel, (_tiles.grid_size(right.device, c, count),),
         left_RI, left_desc, right, right_desc, token_R, out_PD, out_desc, offsets_E1, starts,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op
-from moe.kernels._triton import launch, pick_backend, tl, triton
+from moe.kernels._triton import cdiv, launch, pick_backend, tl, triton
 
 # ---------------------------------------------------------------------------------------- reference
 
@@ -99,7 +99,7 @@ def _split(x: Tensor, row: int, reverse: bool) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(4 * x.numel(), dtype=torch.bfloat16)
     if x.numel():
-        grid = (triton.cdiv(x.numel(), 1024),)
+        grid = (cdiv(x.numel(), 1024),)
         launch(_split_kernel, grid, x, out, x.numel(), row, REVERSED=reverse, BLOCK=1024)
     return out
 

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op
-from moe.kernels._triton import INTERPRET, is_eager, launch, on_device, pick_backend, tl, triton
+from moe.kernels._triton import (
+    INTERPRET,
+    cdiv,
+    is_eager,
+    launch,
+    next_power_of_2,
+    on_device,
+    pick_backend,
+    tl,
+    triton,
+)
 
 
 class RoutingMetadata(NamedTuple):
@@ -400,7 +410,7 @@ def words_per_step(num_experts: int) -> int:
 
     A program has no more warps than this: a gather from a row must not leave its warp.
     """
-    counts = triton.next_power_of_2(num_experts)
+    counts = next_power_of_2(num_experts)
     return max(1, min(32, (4096 if counts <= 128 else 2048) // counts))
 
 
@@ -417,12 +427,12 @@ def launch_finish(
     """Sum the blocks' partial counts [blocks, E] (and statistics); see `_finish_kernel`."""
     blocks, E = work_counts.shape
     stats = work_prob is not None
-    be = min(4, triton.next_power_of_2(E))
+    be = min(4, next_power_of_2(E))
     unused = counts
-    launch(_finish_kernel, (triton.cdiv(E, be),),
+    launch(_finish_kernel, (cdiv(E, be),),
         work_counts, work_prob if stats else unused, work_odd if stats else unused,
         counts, prob_sum if stats else unused, odd if stats else unused, blocks,
-        E=E, BE=be, BB=min(1024, triton.next_power_of_2(blocks)), PREFIX=prefix, STATS=stats,
+        E=E, BE=be, BB=min(1024, next_power_of_2(blocks)), PREFIX=prefix, STATS=stats,
         num_warps=4,
     )  # fmt: skip
 
@@ -457,14 +467,14 @@ def launch_place(
         *((unused,) * 5 if sums is None else sums), *meta, S, R, block, blocks,
         PER_TOKEN=per_token, E=E, BITS=expert_bits(E), G=words_per_step(E),
         HAS_TOKEN=token_S is not None, MODE=2 if sums is not None else 0 if before is None else 1,
-        BB=1 if sums is None else triton.next_power_of_2(blocks), CLEAR=clear, ASM=not INTERPRET,
+        BB=1 if sums is None else next_power_of_2(blocks), CLEAR=clear, ASM=not INTERPRET,
         num_warps=min(4, words_per_step(E)),
     )  # fmt: skip
 
 
 def sums_fit(blocks: int, num_experts: int) -> bool:
     """Whether every program of the sort may add up all blocks' counts itself."""
-    return triton.next_power_of_2(blocks) * triton.next_power_of_2(num_experts) <= 2048
+    return next_power_of_2(blocks) * next_power_of_2(num_experts) <= 2048
 
 
 # A single program sorts up to this many slots: below, a second and third launch cost more.
@@ -495,7 +505,7 @@ def _routing_metadata_triton(
             return tuple(meta)
         step = 32 * words_per_step(E)
         block = step * max(1, min(8, S // (512 * step)))
-        work = torch.empty(triton.cdiv(S, block), E, **ints)
+        work = torch.empty(cdiv(S, block), E, **ints)
         counts = torch.empty(E, **ints)
         launch(_count_kernel, (work.shape[0],),
             expert_S, work, S, block, E=E, BITS=expert_bits(E), G=words_per_step(E),
@@ -513,7 +523,7 @@ def _slots_of_rows_triton(
     slot_R, token_R = torch.empty_like(row_S), torch.empty_like(row_S)
     if S:
         with on_device(row_S):
-            launch(_slots_kernel, (triton.cdiv(S, 1024),),
+            launch(_slots_kernel, (cdiv(S, 1024),),
                 row_S, offsets_E1, slot_R, token_R, S,
                 PER_TOKEN=slots_per_token, E=offsets_E1.numel() - 1, BLOCK=1024, num_warps=4,
             )  # fmt: skip
@@ -527,12 +537,12 @@ def _tile_schedule_triton(
     B = max_tiles(E, tile_rows, max_rows)
     ints = {"dtype": torch.int32, "device": offsets_E1.device}
     out = (*(torch.empty(B, **ints) for _ in range(3)), torch.empty((), **ints))
-    ep = triton.next_power_of_2(E)
+    ep = next_power_of_2(E)
     bb = max(1, min(256, 8192 // ep))
     with on_device(offsets_E1):
         launch(
             _tiles_kernel,
-            (max(1, triton.cdiv(B, bb)),),
+            (max(1, cdiv(B, bb)),),
             offsets_E1.contiguous(),
             *out,
             B,

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe.kernels import _tuning
 from moe.kernels._grouped import arithmetic_dtype, define_op
 from moe.kernels._tiles import with_unit_stride
-from moe.kernels._triton import on_device, tl, triton
+from moe.kernels._triton import cdiv, on_device, tl, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.spmm import Config
 
@@ -107,7 +107,7 @@ def sddmm_triton(
     )  # fmt: skip
     a_MN, b_KN = with_unit_stride(a_MN), with_unit_stride(b_KN)
     with on_device(a_MN):
-        _sddmm_kernel[(triton.cdiv(Z, c.unroll),)](
+        _sddmm_kernel[(cdiv(Z, c.unroll),)](
             rows_Z, indices_Z, a_MN, b_KN, out_Z, M, N, Z, a_MN.stride(0), b_KN.stride(0), alpha,
             EVEN=N % c.bn == 0, BN=c.bn, U=c.unroll, num_warps=c.warps,
         )  # fmt: skip

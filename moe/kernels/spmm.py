@@ -24,7 +24,7 @@ from torch import Tensor
 from moe.kernels import _tuning
 from moe.kernels._grouped import arithmetic_dtype, define_op
 from moe.kernels._tiles import with_unit_stride
-from moe.kernels._triton import on_device, tl, triton
+from moe.kernels._triton import cdiv, on_device, tl, triton
 from moe.kernels._tuning import size_class
 
 # --------------------------------------------------------------------------------------- reference
@@ -288,7 +288,7 @@ def spmm_triton(
         items = split.row_I.shape[0]
         parts = x_KN.new_empty(2 * (items - M) + 2, N, dtype=torch.float32)
     with on_device(x_KN):
-        _spmm_kernel[(items, triton.cdiv(N, c.bn))](
+        _spmm_kernel[(items, cdiv(N, c.bn))](
             indptr_M1, indices_Z, order_Z, values_Z, x_KN, add_MN, out_MN, parts,
             *((None,) * 3 if split is None else split[:3]), M, N, x_KN.stride(0), stride_add,
             alpha, beta, 0 if split is None else split.chunk,
@@ -298,7 +298,7 @@ def spmm_triton(
         )  # fmt: skip
         if split is not None and split.row_J.shape[0]:
             BN = min(256, size_class(max(N, 16)))
-            _parts_kernel[(split.row_J.shape[0], triton.cdiv(N, BN))](
+            _parts_kernel[(split.row_J.shape[0], cdiv(N, BN))](
                 parts, split.part_M1, split.row_J, add_MN, out_MN, M, N, stride_add, alpha, beta,
                 ADD=add_MN is not None, BN=BN, U=8, num_warps=max(1, BN // 128),
             )  # fmt: skip

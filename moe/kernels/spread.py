@@ -19,7 +19,7 @@ from torch import Tensor
 from moe.kernels import _tuning
 from moe.kernels._grouped import arithmetic_dtype, define_op
 from moe.kernels._tiles import with_unit_stride
-from moe.kernels._triton import on_device, tl, triton
+from moe.kernels._triton import cdiv, on_device, tl, triton
 from moe.kernels._tuning import size_class
 
 # --------------------------------------------------------------------------------------- reference
@@ -139,7 +139,7 @@ def spread_triton(
     )  # fmt: skip
     x_KN = with_unit_stride(x_KN)
     with on_device(x_KN):
-        _spread_kernel[(K + triton.cdiv(M, _CLEAR), triton.cdiv(N, c.bn))](
+        _spread_kernel[(K + cdiv(M, _CLEAR), cdiv(N, c.bn))](
             indptr_K1, rows_Z, order_Z, values_Z, x_KN, columns_M, out_MN, K, M, N, x_KN.stride(0),
             LENGTH=length, VALUES=values_Z is not None, ORDER=order_Z is not None,
             EVEN=N % c.bn == 0, BN=c.bn, CLEAR=_CLEAR, num_warps=c.warps,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op
-from moe.kernels._triton import is_eager, launch, on_device, tl, triton
+from moe.kernels._triton import cdiv, is_eager, launch, next_power_of_2, on_device, tl, triton
 from moe.kernels.routing_metadata import clear_tail, launch_finish, routing_metadata
 from moe.kernels.topk_gating import (
     EMPTY_KEY,
@@ -809,19 +809,19 @@ def _select(
 ) -> None:  # fmt: skip
     T, E = logits.shape
     k = expert.shape[1]
-    be = min(32, triton.next_power_of_2(E))
+    be = min(32, next_power_of_2(E))
     bt = 2048 // be
-    launch(_rank_keys_kernel, (triton.cdiv(T, bt), triton.cdiv(E, be)),
+    launch(_rank_keys_kernel, (cdiv(T, bt), cdiv(E, be)),
         logits, expert, lse, counts, target, keys, T, logits.stride(0), logits.stride(1), call.tile,
         E=E, K=k, SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, FORCE=force, BT=bt,
         BE=be, num_warps=4,
     )  # fmt: skip
     one = T <= _KEYS_IN_REGISTERS
-    block = triton.next_power_of_2(T) if one else 8192
+    block = next_power_of_2(T) if one else 8192
     launch(_select_kernel, (E,),
         counts, target, top1, keys, last_key, last_token, mass, T, call.tile, k,
         SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, FORCE=force, E=E,
-        EP=triton.next_power_of_2(E), ONE=one, BLOCK=block, BITS=T.bit_length(),
+        EP=next_power_of_2(E), ONE=one, BLOCK=block, BITS=T.bit_length(),
         num_warps=max(4, min(32, block // 1024)),
     )  # fmt: skip
 
@@ -830,7 +830,7 @@ def _targets(
     call: _Call, counts: Tensor, k: int, top1: Tensor, uniform: Tensor | None, gain: Tensor
 ) -> Tensor:
     E = counts.numel()
-    ep = triton.next_power_of_2(E)
+    ep = next_power_of_2(E)
     target = torch.empty_like(counts)
     launch(_targets_kernel, (1,),
         counts, top1, gain if uniform is None else uniform, gain, target, call.tile,
@@ -856,10 +856,10 @@ def _token_rounding_triton(
     ints = {"dtype": torch.int32, "device": logits_TE.device}
     floats = {"dtype": torch.float32, "device": logits_TE.device}
     S = call.slots
-    ep = triton.next_power_of_2(E)
+    ep = next_power_of_2(E)
     strides = (logits_TE.stride(0), logits_TE.stride(1))
-    blocks = triton.cdiv(T, _BLOCK)
-    members = torch.empty(triton.cdiv(T, 32), E, **ints)
+    blocks = cdiv(T, _BLOCK)
+    members = torch.empty(cdiv(T, 32), E, **ints)
     work = torch.empty(blocks, E, **ints)
     target = torch.empty(E, **ints)
     one = T <= _TOKENS_IN_REGISTERS
@@ -887,7 +887,7 @@ def _token_rounding_triton(
         if given:
             target = _targets(call, counts_E, k, top1, uniform_E, gain)
         if one:
-            part = triton.next_power_of_2(T)
+            part = next_power_of_2(T)
             launch(_round_kernel, (E,),
                 logits_TE, expert_TK, lse_T, counts_E, top1,
                 gain if uniform_E is None else uniform_E, gain, target, members, work, T,
@@ -902,7 +902,7 @@ def _token_rounding_triton(
                 call, logits_TE, expert_TK, lse_T, counts_E, top1, target, keys, *last, gain, 0
             )  # fmt: skip
             be = min(ep, 64)
-            launch(_member_kernel, (blocks, triton.cdiv(E, be)),
+            launch(_member_kernel, (blocks, cdiv(E, be)),
                 logits_TE, expert_TK, lse_T, counts_E, target, *last, members, work, T, _BLOCK,
                 *strides, E=E, BE=be, K=k, SCORE=SCORE_CODE[call.score],
                 PROTECT=call.protect_top1, num_warps=4,
@@ -920,7 +920,7 @@ def _token_rounding_triton(
             slot_R, token_R, offsets, slot_offsets, T, S, _BLOCK, blocks, *strides, call.scale,
             E=E, EP=ep, K=k, SCORE=SCORE_CODE[call.score], NORM=NORM_CODE[call.norm],
             RENORM=_RENORM[call.renorm], BT=max(1, min(64, 4096 // ep)),
-            SUM=min(sums, triton.next_power_of_2(blocks)), num_warps=8,
+            SUM=min(sums, next_power_of_2(blocks)), num_warps=8,
         )  # fmt: skip
     return gate_S, expert_S, slot_offsets, target, row_S, slot_R, token_R, offsets, members
 
@@ -939,12 +939,12 @@ def _token_rounding_backward_triton(
 ) -> tuple[Tensor, Tensor]:
     T, E = logits_TE.shape
     k = expert_TK.shape[1]
-    ep = triton.next_power_of_2(E)
+    ep = next_power_of_2(E)
     d_logits = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
     d_gate = torch.empty(T, k, dtype=torch.float32, device=logits_TE.device)
     bt = max(1, min(64, 2048 // ep))
     with on_device(logits_TE):
-        launch(_rounding_backward_kernel, (triton.cdiv(T, bt),),
+        launch(_rounding_backward_kernel, (cdiv(T, bt),),
             logits_TE, expert_TK, lse_T, members, slot_offsets_T1, d_gate_S.contiguous(), d_logits,
             d_gate, T, logits_TE.stride(0), logits_TE.stride(1), scale, E=E, EP=ep, K=k,
             SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm], RENORM=_RENORM[renorm], BT=bt,

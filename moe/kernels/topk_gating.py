@@ -36,7 +36,17 @@ from torch import Tensor
 from moe.kernels import hopper
 from moe.kernels._grouped import define_op
 from moe.kernels._networks import largest, merge_descending, sort_descending, stack, top_of
-from moe.kernels._triton import INTERPRET, is_eager, launch, on_device, pick_backend, tl, triton
+from moe.kernels._triton import (
+    INTERPRET,
+    cdiv,
+    is_eager,
+    launch,
+    next_power_of_2,
+    on_device,
+    pick_backend,
+    tl,
+    triton,
+)
 from moe.kernels.router_logits import router_logits_again
 from moe.kernels.routing_metadata import (
     RoutingMetadata,
@@ -954,10 +964,10 @@ def _fast_sizes(E: int, k: int) -> dict[str, int] | None:
         lanes *= 2
     if lanes * 32 * vectors < E:
         return None
-    each = triton.cdiv(E, lanes * 4 * vectors)
+    each = cdiv(E, lanes * 4 * vectors)
     return {
         "L": 2 if k <= 2 else 8 if k <= 8 else 16,
-        "BUCKETS": lanes * triton.next_power_of_2(each),
+        "BUCKETS": lanes * next_power_of_2(each),
         "LANES": lanes,
         "N": each,
         "J": vectors,
@@ -974,7 +984,7 @@ def _known_plan(*shape: int) -> _Plan:
 
 
 def _new_plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: bool) -> _Plan:
-    np2 = triton.next_power_of_2
+    np2 = next_power_of_2
     limited = groups_kept < groups
     G = groups if limited else 1
     sizes = {
@@ -994,9 +1004,9 @@ def _new_plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous:
         # few tokens: many programs of few rows each, whose counts the sort adds up itself
         while "bx" not in forced_plan and sizes["BX"] > 8 and 64 * sizes["BX"] > T:
             sizes["BX"] //= 2
-        tiles = triton.cdiv(T, sizes["BX"])
+        tiles = cdiv(T, sizes["BX"])
         each = forced_plan.get("each", max(1, min(16, tiles // 1024)))
-        return _Plan(triton.cdiv(tiles, each), each * sizes["BX"], sizes, 4)
+        return _Plan(cdiv(tiles, each), each * sizes["BX"], sizes, 4)
     warps = max(forced_plan.get("warps", 4), fast["LANES"] // 32)
     sizes.update(fast)
     sizes["BT"] = warps * 32 // fast["LANES"]
@@ -1007,9 +1017,9 @@ def _new_plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous:
     while sub > 1 and sub * sizes["BT"] * 264 > T:
         sub //= 2
     sizes["SUB"] = sub = forced_plan.get("sub", sub)
-    tiles = triton.cdiv(T, sub * sizes["BT"])
+    tiles = cdiv(T, sub * sizes["BT"])
     each = forced_plan.get("each", max(1, min(8, tiles // 512)))
-    return _Plan(triton.cdiv(max(tiles, 1), each), each * sub * sizes["BT"], sizes, warps)
+    return _Plan(cdiv(max(tiles, 1), each), each * sub * sizes["BT"], sizes, warps)
 
 
 def _topk_gating_triton(
@@ -1094,7 +1104,7 @@ def _topk_gating_backward_triton(
 ) -> Tensor:
     """Gradient of the logits; without logits where `gates_suffice` and only gates have one."""
     (T, k), E = expert_TK.shape, num_experts
-    np2 = triton.next_power_of_2
+    np2 = next_power_of_2
     like = gate_TK if logits_TE is None else logits_TE
     d_logits = torch.empty(T, E, dtype=like.dtype, device=like.device)
     if T == 0:
@@ -1103,13 +1113,13 @@ def _topk_gating_backward_triton(
     given = [None if d is None else d.contiguous() for d in (d_gate_TK, d_lse_T, d_prob_E)]
     with on_device(like):
         if logits_TE is None:
-            launch(_gates_backward_kernel, (triton.cdiv(T, bt),),
+            launch(_gates_backward_kernel, (cdiv(T, bt),),
                 expert_TK, gate_TK, lse_T, gate_TK if given[0] is None else given[0], d_logits, T,
                 1.0 / scale if scale else 0.0, scale, k,
                 E=E, EP=np2(E), K=k, KP=np2(k), HAS_GATE=given[0] is not None, BT=bt, num_warps=4,
             )  # fmt: skip
             return d_logits
-        launch(_backward_kernel, (triton.cdiv(T, bt),),
+        launch(_backward_kernel, (cdiv(T, bt),),
             logits_TE, expert_TK, gate_TK, *(gate_TK if d is None else d for d in given),
             d_logits, T, logits_TE.stride(0), logits_TE.stride(1), scale, k,
             E=E, EP=np2(E), K=k, KP=np2(k), SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],

@@ -24,7 +24,7 @@ from moe.kernels._tiles import (
     store_rows,
     weight_tile,
 )
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import cdiv, launch, tl, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.activations import WIDTH, act, activation_ref
 
@@ -221,7 +221,7 @@ def up_forward_triton(
             h_desc = _tiles.ragged_descriptor(h_RH, [c.bm, cols])
         if token_R is None:
             x_desc = _tiles.descriptor(x_TD, [c.bm, c.bk])
-    grid = _tiles.grid_size(x_TD.device, c, tiles.expert_B.shape[0] * triton.cdiv(H, c.bn))
+    grid = _tiles.grid_size(x_TD.device, c, tiles.expert_B.shape[0] * cdiv(H, c.bn))
     launch(_up_kernel, (grid,),
         x_TD, x_desc, w1_EHD, w_desc, b1_EH, h_RH if save_h else None, h_desc, a_RN, a_desc,
         token_R, tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,

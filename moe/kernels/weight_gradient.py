@@ -26,7 +26,7 @@ from moe.kernels._grouped import (
     used_rows,
 )
 from moe.kernels._tiles import Config, halves, ragged_load
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
 from moe.kernels._tuning import size_class
 
 # --------------------------------------------------------------------------------------- reference
@@ -271,13 +271,13 @@ def weight_gradient_triton(
             left_desc = _tiles.ragged_descriptor(left_RI, [c.bk, c.bm])
         if right_token_R is None:
             right_desc = _tiles.ragged_descriptor(right_RO, [c.bk, c.bn])
-    count = E * triton.cdiv(I, c.bm) * triton.cdiv(O, c.bn)
+    count = E * cdiv(I, c.bm) * cdiv(O, c.bn)
     launch(_outer_kernel, (_tiles.grid_size(left_RI.device, c, count),),
         left_RI, left_desc, left_token_R, right_RO, right_desc, right_token_R, out_EIO, out_desc,
         offsets_E1, E, I, O, left_RI.stride(0) // vec, right_RO.stride(0) // vec,
         GATHER_LEFT=left_token_R is not None, GATHER_RIGHT=right_token_R is not None,
         ADD=add_to_EIO is not None, TMA=tma, EVEN_LEFT=I % c.bm == 0, EVEN_RIGHT=O % c.bn == 0,
-        VEC=vec, EP=triton.next_power_of_2(E), BM=c.bm, BN=c.bn, BK=c.bk, SPLIT=c.split,
+        VEC=vec, EP=next_power_of_2(E), BM=c.bm, BN=c.bn, BK=c.bk, SPLIT=c.split,
         FLATTEN=c.flatten, num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     return out_EIO
@@ -297,7 +297,7 @@ def bias_gradient_triton(
         return out_EO.zero_()
     g_RO = _tiles.with_unit_stride(g_RO)
     gates_S = None if gates_S is None else gates_S.contiguous()
-    launch(_bias_gradient_kernel, (E, triton.cdiv(O, 64)),
+    launch(_bias_gradient_kernel, (E, cdiv(O, 64)),
         g_RO, token_R, gates_S, slot_R, offsets_E1, out_EO, O, g_RO.stride(0),
         GATHER=token_R is not None, GATES=gates_S is not None, SLOTS=slot_R is not None,
         BR=32, BO=64,

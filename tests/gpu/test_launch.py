@@ -49,6 +49,13 @@ def test_the_second_launch_asks_triton_for_nothing(monkeypatch):
         assert (out == factor).all()
 
 
+def test_a_tensor_of_the_cpu_is_refused_by_a_kept_kernel_too():
+    x = torch.ones(64, device="cuda")
+    launch(_scale_kernel, (1,), x, x, 64, 2, BLOCK=64, TWICE=False)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        launch(_scale_kernel, (1,), x, x.cpu(), 64, 2, BLOCK=64, TWICE=False)
+
+
 def test_constants_by_position_are_refused():
     x = torch.ones(64, device="cuda")
     with pytest.raises(TypeError, match="constants must be keywords"):

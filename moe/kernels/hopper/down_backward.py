@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._tiles import RowTiles
-from moe.kernels._triton import launch, triton
+from moe.kernels._triton import cdiv, launch
 from moe.kernels._tuning import size_class
 from moe.kernels.down_backward import sum_parts
 from moe.kernels.hopper._configs import Config, addressable, pick_config, programs
@@ -272,8 +272,8 @@ def down_backward_hopper(
     do_TD, w2_EDN = addressable(do_TD), addressable(w2_EDN)
     gates_S = None if gates_S is None else gates_S.contiguous()
     gather = token_R is not None
-    steps = triton.cdiv(D, c.bk)
-    col_tiles = triton.cdiv(N, c.bn)
+    steps = cdiv(D, c.bk)
+    col_tiles = cdiv(N, c.bn)
     dot = torch.empty(col_tiles, R, dtype=torch.float32, device=h_RH.device)
     grid = programs(h_RH.device, tiles.expert_B.shape[0] * col_tiles)
     launch(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._networks import merge_descending, sort_descending, top_of
-from moe.kernels._triton import launch, tl, triton
+from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
 from moe.kernels.hopper._device import barrier, gl, gluon
 from moe.kernels.routing_metadata import clear_tail
 from moe.kernels.topk_gating import (
@@ -580,9 +580,9 @@ def gating_hopper(
     device = logits_TE.device
     i32, f32 = {"dtype": torch.int32, "device": device}, {"dtype": torch.float32, "device": device}
     warps = forced_plan.get("warps", 4)
-    padded = max(64, triton.next_power_of_2(E))
+    padded = max(64, next_power_of_2(E))
     tile = 32 * warps
-    tiles = triton.cdiv(T, tile)
+    tiles = cdiv(T, tile)
     expert, gate, lse = torch.empty(T, k, **i32), torch.empty(T, k, **f32), torch.empty(T, **f32)
     counts, prob_sum = torch.empty(E, **i32), torch.empty(E, **f32)
     nonfinite = torch.empty((), **i32)
@@ -603,12 +603,12 @@ def gating_hopper(
     before = torch.empty(tiles if metadata else 0, padded, **i32)
     launch(_sum, (E,),
         tile_counts, tile_prob, tile_odd, counts, prob_sum, nonfinite, before, tiles,
-        E=E, P=padded, BT=min(1024, triton.next_power_of_2(tiles)), PREFIX=metadata, num_warps=4,
+        E=E, P=padded, BT=min(1024, next_power_of_2(tiles)), PREFIX=metadata, num_warps=4,
     )  # fmt: skip
     if metadata:
         launch(_place, (tiles,),
             expert, words, counts, before, offsets, row_S, slot_R, token_R, T,
-            E=E, K=k, KP=triton.next_power_of_2(k), P=padded, GROUPS=warps,
+            E=E, K=k, KP=next_power_of_2(k), P=padded, GROUPS=warps,
             CLEAR=valid_T is not None, num_warps=forced_plan.get("place", 4),
         )  # fmt: skip
     return expert, gate, lse, counts, prob_sum, nonfinite, offsets, row_S, slot_R, token_R

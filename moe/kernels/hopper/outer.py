@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe.kernels._triton import launch, triton
+from moe.kernels._triton import cdiv, launch
 from moe.kernels._tuning import size_class
 from moe.kernels.hopper._configs import Config, addressable, pick_config, programs
 from moe.kernels.hopper._descriptors import plain, ragged
@@ -261,7 +261,7 @@ def weight_gradient_hopper(
     left_RI, right_RO = addressable(left_RI), addressable(right_RO)
     gather = gather_left or gather_right
     gathered = left_RI if gather_left else right_RO
-    left_tiles, right_tiles = triton.cdiv(I, c.bm), triton.cdiv(O, c.bn)
+    left_tiles, right_tiles = cdiv(I, c.bm), cdiv(O, c.bn)
     grid = programs(left_RI.device, E * left_tiles * right_tiles)
     launch(
         _outer_kernel, (grid,),

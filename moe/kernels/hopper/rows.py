@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._tiles import RowTiles
-from moe.kernels._triton import launch, triton
+from moe.kernels._triton import cdiv, launch
 from moe.kernels._tuning import size_class
 from moe.kernels.hopper._configs import Config, addressable, pick_config, programs
 from moe.kernels.hopper._descriptors import plain, ragged
@@ -302,8 +302,8 @@ def _launch(
     O, I = w.shape[1:] if transposed else (w.shape[2], w.shape[1])
     gather = token_R is not None
     cols = c.bn // c.parts
-    steps = max(triton.cdiv(I, c.bk), c.parts)
-    col_tiles = triton.cdiv(O, c.bn)
+    steps = max(cdiv(I, c.bk), c.parts)
+    col_tiles = cdiv(O, c.bn)
     w_desc = plain(w, [1, c.bn, c.bk] if transposed else [1, c.bk, c.bn])
     act_desc = None if act_RN is None else ragged(act_RN, [c.bm, cols // 2])
     out_desc = act_desc if out_RO is None else ragged(out_RO, [c.bm, cols])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,60 @@ def test_direct_calls_are_for_plain_tensors_alone():
     assert seen == [False] or seen == []
 
 
+class _Kernel:
+    """Stands for a Triton kernel and for what it compiles to; notes how it was started."""
+
+    params = (
+        SimpleNamespace(name="x", is_constexpr=False),
+        SimpleNamespace(name="N", is_constexpr=True),
+    )
+    arg_names = ("x", "n", "N")
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        def start(*args, **options):
+            self.calls.append(("whole", grid, args, options))
+            return self
+
+        return start
+
+    def run(self, *args):
+        self.calls.append(("kept", args))
+
+
+def test_a_kept_kernel_is_started_with_addresses(monkeypatch):
+    """Unless a profiler of Triton listens: it is told by Triton's own runner."""
+    monkeypatch.setattr(_triton, "INTERPRET", False)
+    monkeypatch.setattr(_triton, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    kernel, x = _Kernel(), torch.zeros(4)
+    options = {"N": 8, "num_warps": 4}
+    for n in (5, 6):
+        _triton.launch(kernel, (3,), x, n, **options)
+    address = x.data_ptr()
+    nothing = (None, None, None)
+    assert kernel.calls == [
+        ("whole", (3,), (x, 5), options),
+        ("kept", (3, 1, 1, 7, "function", "metadata", *nothing, address, 6, 8)),
+    ]
+    hook = [print]
+    monkeypatch.setattr(
+        triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=hook), raising=False
+    )
+    _triton.launch(kernel, (3,), x, 5, **options)
+    assert kernel.calls[2] == ("whole", (3, 1, 1), (x, 5, 8), {})
+    hook.clear()
+    _triton.launch(kernel, (3,), x, 16, **options)  # another class: a multiple of 16
+    _triton.launch(kernel, (3,), x, 16, **{**options, "N": 9})
+    _triton.launch(kernel, (3,), torch.zeros(5)[1:], 5, **options)  # and another alignment
+    assert [kind for kind, *_ in kernel.calls[3:]] == ["whole"] * 3
+
+
 def test_works_without_triton():
     """A machine without Triton imports the package, runs the reference, refuses kernels by name."""
     code = """
@@ -85,10 +140,10 @@ sys.modules["triton"] = None
 sys.modules["triton.language"] = None
 import torch
 from moe import MoE, MoEConfig
-from moe.kernels._triton import HAVE_TRITON, triton
+from moe.kernels._triton import HAVE_TRITON, cdiv, next_power_of_2
 from moe.kernels.topk_gating import topk_gating, _gating_kernel
 assert not HAVE_TRITON
-assert triton.cdiv(7, 2) == 4 and [triton.next_power_of_2(n) for n in (1, 5, 8)] == [1, 8, 8]
+assert cdiv(7, 2) == 4 and [next_power_of_2(n) for n in (1, 5, 8)] == [1, 8, 8]
 assert topk_gating(torch.tensor([[1.0, 2.0]]), 1).expert_TK.tolist() == [[1]]
 try:
     topk_gating(torch.zeros(2, 4), 1, backend="triton")
