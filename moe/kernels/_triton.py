@@ -236,10 +236,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     )  # fmt: skip
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensor's."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.cuda.device(tensor.device)
 
 

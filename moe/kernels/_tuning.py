@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe.kernels._triton import INTERPRET, device_name, triton
+from moe.kernels._triton import INTERPRET, device_name, next_power_of_2, triton
 
 C = TypeVar("C")
 Measure = Callable[[Callable[[], None]], float]
@@ -40,7 +40,7 @@ _chosen: dict[tuple[str, str], int] = {}
 
 def size_class(n: int) -> int:
     """The next power of two: sizes of one class share a configuration."""
-    return 1 << max(n - 1, 0).bit_length()
+    return next_power_of_2(n)
 
 
 def cache_folder() -> Path:

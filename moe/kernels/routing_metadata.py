@@ -10,6 +10,7 @@ on the device.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -399,12 +400,14 @@ def _tiles_kernel(
 # --------------------------------------------------------------------------------------- launchers
 
 
+@functools.cache
 def expert_bits(num_experts: int) -> int:
     """Bits of an id in the sort, at least 2: Triton 3.6 cannot compile scans over two columns with
     eight warps."""
     return max(2, (num_experts - 1).bit_length())
 
 
+@functools.cache
 def words_per_step(num_experts: int) -> int:
     """Words of 32 slots that a program handles at once: a few thousand (word, expert) counts.
 
@@ -458,17 +461,19 @@ def launch_place(
     """
     S, R, E = expert_S.numel(), meta.token_R.numel(), meta.offsets_E1.numel() - 1
     unused = meta.offsets_E1
-    blocks = (
-        1 if sums is None and before is None else (before if sums is None else sums[0]).shape[0]
-    )
+    mode, blocks, together = 0, 1, 1
+    if sums is not None:
+        mode, blocks = 2, sums[0].shape[0]
+        together = next_power_of_2(blocks)
+    elif before is not None:
+        mode, blocks = 1, before.shape[0]
+    words = words_per_step(E)
     launch(_place_kernel, (blocks,),
         expert_S, expert_S if token_S is None else token_S,
         unused if counts is None else counts, unused if before is None else before,
         *((unused,) * 5 if sums is None else sums), *meta, S, R, block, blocks,
-        PER_TOKEN=per_token, E=E, BITS=expert_bits(E), G=words_per_step(E),
-        HAS_TOKEN=token_S is not None, MODE=2 if sums is not None else 0 if before is None else 1,
-        BB=1 if sums is None else next_power_of_2(blocks), CLEAR=clear, ASM=not INTERPRET,
-        num_warps=min(4, words_per_step(E)),
+        PER_TOKEN=per_token, E=E, BITS=expert_bits(E), G=words, HAS_TOKEN=token_S is not None,
+        MODE=mode, BB=together, CLEAR=clear, ASM=not INTERPRET, num_warps=min(4, words),
     )  # fmt: skip
 
 

@@ -989,7 +989,8 @@ def _new_plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous:
     G = groups if limited else 1
     sizes = {
         "E": E, "K": k, "KP": np2(k), "G": G, "GP": np2(G), "EGP": np2(E // G),
-        "EB": max(32, np2(E)), "KEPT": groups_kept if limited else 1, **_NO_BUCKETS,
+        "EB": max(32, np2(E)), "KEPT": groups_kept if limited else 1, "BITS": expert_bits(E),
+        "WORDS": forced_plan.get("words", words_per_step(E)), **_NO_BUCKETS,
     }  # fmt: skip
     width = max(sizes["GP"] * sizes["EGP"], sizes["KP"])
     fast = None if limited or not contiguous or k == 1 else _fast_sizes(E, k)
@@ -1054,11 +1055,13 @@ def _topk_gating_triton(
     nonfinite = torch.empty((), **i32)
     rows = T * k if metadata else 0
     meta = RoutingMetadata(
-        torch.empty(E + 1 if metadata else 0, **i32), *(torch.empty(rows, **i32) for _ in range(3))
+        torch.empty(E + 1 if metadata else 0, **i32),
+        torch.empty(rows, **i32),
+        torch.empty(rows, **i32),
+        torch.empty(rows, **i32),
     )
     one = plan.blocks == 1
-    words = forced_plan.get("words", words_per_step(E))
-    alone = one and metadata and plan.warps <= words
+    alone = one and metadata and plan.warps <= plan.sizes["WORDS"]
     partial = (counts, prob_sum, nonfinite)
     if not one:
         partial = (
@@ -1074,8 +1077,7 @@ def _topk_gating_triton(
             logits_TE.stride(1), scale, k,
             TOP=group_top, SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],
             HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=alone,
-            BITS=expert_bits(E), WORDS=words, ASM=not INTERPRET,
-            num_warps=plan.warps, **plan.sizes,
+            ASM=not INTERPRET, num_warps=plan.warps, **plan.sizes,
         )  # fmt: skip
         short = metadata and not one and sums_fit(plan.blocks, E)
         if not one and not short:
