@@ -36,7 +36,11 @@ def _l2() -> Tensor:
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """The same work as one CUDA graph: what it costs the device, whatever the host is doing."""
+    """The same work as one CUDA graph: what it costs the device, whatever the host is doing.
+
+    For a backward no autograd graph of the same leaves may be alive: its nodes that take gradients
+    are of the stream that they were made on, and the capture would have to wait for that.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -5,7 +5,7 @@
     python scripts/bench_moe.py --tune --shapes 0            each kernel alone, each configuration
     python scripts/bench_moe.py --profile --shapes 0,1       every launch: its time, the gap before
     python scripts/bench_moe.py --rounding                   token rounding beside plain top-K
-    python scripts/bench_moe.py --rounding --graph           the same replayed as CUDA graphs
+    python scripts/bench_moe.py --rounding --graph           and the same replayed as CUDA graphs
 
 What is timed: x → router logits → top-K and gates → sorting metadata → experts → output, and the
 backward of all of it (`--experts-only`: routing given). Model FLOPs of gated experts: 6 R N D
@@ -80,7 +80,7 @@ FORMULA = "model FLOPs = 6 R N D forward, 12 R N D backward, R = (token, expert)
 def measure(
     name: str, shape, route: Route, given: Routing | None = None, graph: bool = False
 ) -> dict:
-    """Times and kept memory of one layer; graph: as CUDA graphs, without the host's launches."""
+    """Times and kept memory of one layer; graph: as a CUDA graph too, without the host's work."""
     T, D, N, _E, K = shape
     row = {
         "name": name,
@@ -100,7 +100,8 @@ def measure(
 
     pairs = T * K
     if name.startswith("tessera"):
-        routing = given or route.routing(inputs[0], inputs[1])
+        with torch.no_grad():  # a graph that is alive holds nodes of this stream: see `captured`
+            routing = given or route.routing(inputs[0], inputs[1])
         pairs = int(routing.offsets_E1[-1])
         row["mean tile fill"] = pairs / (128 * max(1, int(((routing.counts_E + 127) // 128).sum())))
     before = torch.cuda.memory_allocated()
@@ -111,16 +112,21 @@ def measure(
     ) / 2**20
     dout = torch.randn_like(out)
     del out
-    record = captured if graph else lambda run: run
-    with torch.no_grad():
-        row["inference ms"] = median_ms(record(lambda: layer(*inputs)))
-    forward = median_ms(record(lambda: layer(*inputs)))
+
+    def once():
+        return layer(*inputs)
 
     def both():
         torch.autograd.grad(layer(*inputs), inputs, dout)
 
-    total = median_ms(record(both))
+    with torch.no_grad():
+        row["inference ms"] = median_ms(once)
+    forward, total = median_ms(once), median_ms(both)
     flops = 6 * pairs * N * D
+    if graph:
+        row["graph forward ms"] = median_ms(captured(once))
+        row["graph both ms"] = median_ms(captured(both))
+        row["graph both TFLOP/s"] = 3 * flops / row["graph both ms"] / 1e9
     row |= {
         "forward ms": forward, "backward ms": total - forward, "both ms": total,
         "forward TFLOP/s": flops / forward / 1e9,
@@ -225,6 +231,10 @@ def line(row: dict) -> str:
         f"bwd {row['backward ms']:8.3f} ms {row['backward TFLOP/s']:5.0f}   "
         f"both {row['both TFLOP/s']:5.0f} TFLOP/s"
     )
+    if "graph both ms" in row:
+        forward, both = row["graph forward ms"], row["graph both ms"]
+        text += f"   as a graph fwd {forward:8.3f} ms bwd {both - forward:8.3f} ms"
+        text += f" both {row['graph both TFLOP/s']:5.0f}"
     if "kept MiB" in row:
         text += f"   kept {row['kept MiB']:6.0f} MiB"
     if "errors" in row:
@@ -238,7 +248,7 @@ def bench_rounding(args) -> list[dict]:
     for label, shape in ROUNDING_SHAPES.items():
         print(f"\n{label}: T, D, N, E, K = {shape}; nearest, tile 128", flush=True)
         x, router, *_ = operands(shape)
-        speeds = {}
+        found = {}
         for kind in ("top-K", "rounded"):
             # Unbounded below: the shapes are measured whatever the mean number of tiles is.
             config = RoundingConfig(tile=128, min_mean_tiles=0.0) if kind == "rounded" else None
@@ -253,12 +263,14 @@ def bench_rounding(args) -> list[dict]:
                 routing = given if scope == "experts" else None
                 row |= measure("tessera", shape, route, routing, args.graph)
                 row["name"] = f"{kind}, {scope}"
-                speeds[kind, scope] = row["both TFLOP/s"]
+                found[kind, scope] = row
                 rows.append(row)
                 print(line(row) + f"   tile fill {row['mean tile fill']:.3f}", flush=True)
         for scope in ("layer", "experts"):
-            ratio = speeds["rounded", scope] / speeds["top-K", scope]
-            print(f"  rounded / top-K, {scope}: {ratio:.3f}", flush=True)
+            rounded, plain = found["rounded", scope], found["top-K", scope]
+            for key in ("both TFLOP/s", "graph both TFLOP/s")[: 1 + args.graph]:
+                ratio = rounded[key] / plain[key]
+                print(f"  rounded / top-K, {scope}, {key}: {ratio:.3f}", flush=True)
     return rows
 
 
@@ -509,7 +521,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def write(args, kind: str, rows: list[dict]) -> None:
     result = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "flops": FORMULA}
-    result |= {"graph": args.graph, "rows": rows}
+    result["rows"] = rows
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{kind}.json").write_text(json.dumps(result, indent=1))
 
@@ -530,7 +542,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="time every launch of ours")
     parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
     parser.add_argument(
-        "--graph", action="store_true", help="replay CUDA graphs: the device's time alone"
+        "--graph",
+        action="store_true",
+        help="replay each layer as a CUDA graph too: the device's time alone",
     )
     parser.add_argument(
         "--errors",

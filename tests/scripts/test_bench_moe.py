@@ -32,12 +32,23 @@ def test_ratios_compare_equal_routing_and_the_bound(script):
 def test_rows_are_written_as_they_come(script, tmp_path, monkeypatch):
     bench_moe = script("bench_moe")
     monkeypatch.setattr(bench_moe.torch.cuda, "get_device_name", lambda: "a card")
-    args = SimpleNamespace(graph=False, out=tmp_path / "new")
+    args = SimpleNamespace(out=tmp_path / "new")
     for rows in ([], [_row("tessera", "random", 1.0)]):
         bench_moe.write(args, "layers", rows)
         found = json.loads((tmp_path / "new" / "layers.json").read_text())
         assert found["rows"] == rows
         assert found["card"] == "a card"
+
+
+def test_a_row_says_what_the_device_takes_alone(script):
+    row = {f"{part} {unit}": 1.0 for part in ("forward", "backward", "both")
+           for unit in ("ms", "TFLOP/s")}  # fmt: skip
+    row["name"] = "tessera"
+    eager = script("bench_moe").line(row)
+    row |= {"graph forward ms": 0.5, "graph both ms": 0.75, "graph both TFLOP/s": 9.0}
+    assert script("bench_moe").line(row) == (
+        eager + "   as a graph fwd    0.500 ms bwd    0.250 ms both     9"
+    )
 
 
 def test_timeline_is_the_last_call_with_its_gaps(script, monkeypatch):
