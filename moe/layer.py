@@ -301,10 +301,11 @@ class MoE(nn.Module):
             # gradients
             x_TD = torch.where(valid_T[:, None], x_TD, 0.0)
 
-        router_x_TD = self.router.jittered(x_TD)
-        logits_TE = self.router.logits(router_x_TD)
-        select_TE = self.router.selection_logits(router_x_TD, logits_TE, valid_T)
-        made_of = None if self._keeps_logits(select_TE) else self.router.made_of(router_x_TD)
+        router = self.router
+        router_x_TD = router.jittered(x_TD)
+        logits_TE = router.logits(router_x_TD)
+        select_TE = router.selection_logits(router_x_TD, logits_TE, valid_T)
+        made_of = None if self._keeps_logits(select_TE) else router.made_of(router_x_TD)
         gating, routing, gate_sum_E = self._route(logits_TE, valid_T, select_TE, made_of)
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)

@@ -146,7 +146,7 @@ class Routing:
     @property
     def counts_E(self) -> Tensor:
         """int32 [E]: rows of each expert."""
-        return self.offsets_E1[1:] - self.offsets_E1[:-1]
+        return self.offsets_E1.diff()
 
     @property
     def token_S(self) -> Tensor:

@@ -225,6 +225,8 @@ def tune(shapes: list[tuple[int, int, int]]) -> list[dict]:
                 plans += [{"warps": warps, "elements": elements, "words": w} for w in (32, 128)]
         else:
             plans += [{"each": e} for e in (1, 2, 4, 8)]
+            if T <= 2048:  # by a single program
+                plans += [{"one": 1 << 20, "elements": e} for e in (8, 16, 32)]
         for plan in plans:
             kernels.forced_plan.clear()
             kernels.forced_plan.update(plan or {})

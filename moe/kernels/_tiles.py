@@ -244,12 +244,11 @@ def unpack(
 
 def aligned(t: Tensor) -> bool:
     """Whether TMA can address t: 16-byte base and strides, unit last stride."""
+    *outer, last = t.stride()
+    if last != 1 or t.data_ptr() % 16:
+        return False
     size = t.element_size()
-    return (
-        t.data_ptr() % 16 == 0
-        and t.stride(-1) == 1
-        and all(s > 0 and s * size % 16 == 0 for s in t.stride()[:-1])
-    )
+    return all(stride > 0 and stride * size % 16 == 0 for stride in outer)
 
 
 def tma_serves(*tensors: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels import _tuning
+from moe.kernels._tiles import aligned
 from moe.kernels._triton import num_sms
 
 ROWS = 128
@@ -126,10 +127,6 @@ def programs(device: torch.device, most: int) -> int:
 
 def addressable(t: Tensor) -> Tensor:
     """t, or a contiguous copy where TMA or a gather (32-bit places of rows) cannot address it."""
-    size = t.element_size()
-    fits = t.data_ptr() % 16 == 0 and t.stride(-1) == 1
-    if t.ndim == 2 and t.shape[0] * t.stride(0) >= 2**34:
-        fits = False
-    if fits and all(s > 0 and s * size % 16 == 0 for s in t.stride()[:-1]):
+    if aligned(t) and not (t.ndim == 2 and t.shape[0] * t.stride(0) >= 2**34):
         return t
     return t.clone(memory_format=torch.contiguous_format)

@@ -20,10 +20,10 @@ def _descriptor(t: Tensor, shape: list, strides: list, block: list) -> TensorDes
     What they check holds here: `_configs.addressable` for base and strides, tested blocks.
     """
     made = object.__new__(TensorDescriptor)
-    made.__dict__.update(
-        base=t, shape=shape, strides=strides, block_shape=block, layout=_layout(tuple(block)),
-        padding="zero", round_f32_to_tf32=False,
-    )  # fmt: skip
+    made.__dict__ = {
+        "base": t, "shape": shape, "strides": strides, "block_shape": block,
+        "layout": _layout(tuple(block)), "padding": "zero", "round_f32_to_tf32": False,
+    }  # fmt: skip
     return made
 
 

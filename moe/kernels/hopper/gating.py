@@ -588,7 +588,8 @@ def gating_hopper(
     nonfinite = torch.empty((), **i32)
     pairs = T * k if metadata else 0
     offsets = torch.empty(E + 1 if metadata else 0, **i32)
-    row_S, slot_R, token_R = (torch.empty(pairs, **i32) for _ in range(3))
+    row_S, slot_R = torch.empty(pairs, **i32), torch.empty(pairs, **i32)
+    token_R = torch.empty(pairs, **i32)
     words = torch.empty(tiles * warps, padded, **i32)
     tile_counts = torch.empty(tiles, padded, dtype=torch.uint8, device=device)
     tile_prob, tile_odd = torch.empty(tiles, padded, **f32), torch.empty(tiles, **i32)
