@@ -152,7 +152,7 @@ def bench_ours(args, config: Config, plan: Plan, tokenizer, steps, balanced: boo
     device = torch.device(plan.device)
     release(device)
     architecture = model_config(config, tokenizer)
-    with mock.patch("models.build.init_weights", draw_on_device):
+    with mock.patch("training.assemble.init_weights", draw_on_device):
         trainee = make_trainee(config, architecture, plan, device, steps=config.train.steps or 1000)
     begin_step(trainee.model, 1)
     if balanced:  # blocks are compiled at their first call

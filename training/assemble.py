@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from models.build import (
     build_model,
+    init_weights,
     initial_values,
     parameter_kinds,
     reset_buffers,
@@ -206,11 +207,8 @@ def make_trainee(
         # Engines keep float32 master weights as the model's own and cast them for computing.
         dtype=torch.float32 if several else DTYPES[plan.dtype],
         device="meta" if several else device,
-        seed=None if checkpoint or config.model.init_from else config.run.seed,
+        seed=None,
     )
-    if config.model.init_from and checkpoint is None and not several:
-        load_initial_weights(model, config.model.init_from)
-        start_routers(model)
     model.train()
     apply_checkpointing(model, config.train.checkpointing)
     trainee = _sharded(config, plan, model, device) if several else _whole(config, plan, model)
@@ -225,8 +223,8 @@ def make_trainee(
         trainee = replace(trainee, sparsity=masks)
     if checkpoint is not None:
         _load(checkpoint, trainee)
-    elif several:
-        _first_shards(config, trainee)
+    else:
+        (_first_shards if several else _first_weights)(config, trainee)
         start_routers(model)
     if several:
         check_replicas(trainee.optimizer, trainee.optimizer.mesh)
@@ -286,6 +284,14 @@ def _sharded(config: Config, plan: Plan, model: Decoder, device: torch.device) -
     )
     reset_buffers(model)
     return Trainee(model, engine.model, engine)
+
+
+def _first_weights(config: Config, trainee: Trainee) -> None:
+    with trainee.optimizer.master_weights():
+        if config.model.init_from:
+            load_initial_weights(trainee.model, config.model.init_from)
+        else:
+            init_weights(trainee.model, config.run.seed)
 
 
 def _first_shards(config: Config, trainee: Trainee) -> None:

@@ -28,8 +28,8 @@ multiple of `ALIGN`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -497,6 +497,21 @@ class MasterAdamW:
             for group in self.groups
             for name, parameter in group.parameters.items()
         }
+
+    @contextmanager
+    def master_weights(self) -> Iterator[None]:
+        """Inside, the model's parameters are their masters, to be filled without rounding: weights
+        that start on the grid of bfloat16 would lose their first updates, and several processes,
+        whose masters are not rounded, would not train the same model as one."""
+        own = [(p, p.data) for group in self.groups for p in group.parameters.values()]
+        for flat in self.flats:
+            for name, master in flat.pieces(flat.master).items():
+                parameter = flat.group.parameters[name]
+                parameter.data = master.view(parameter.shape)
+        yield
+        for parameter, data in own:
+            parameter.data = data
+        self.loaded()
 
     @torch.no_grad()
     def loaded(self) -> None:

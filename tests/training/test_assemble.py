@@ -1,0 +1,38 @@
+"""Models and optimizers as a run starts with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.build import build_model
+from models.hf import export_hf
+from tests.training.tiny import write_inputs
+from training.assemble import make_trainee, model_config
+from training.config import load_config, make_plan
+from training.data import load_tokenizer
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("source", ["drawn", "folder"])
+def test_first_master_weights_are_not_rounded(tmp_path, source, weights):
+    """Those of a sharded run are float32 values too; a start from rounded ones is another run."""
+    words = ["train.dtype=bfloat16", f"optim.weights={weights}"]
+    file = write_inputs(tmp_path / "run")
+    config = load_config(file, words)
+    tokenizer = load_tokenizer(config.data, tmp_path / "tokenizer")
+    architecture = model_config(config, tokenizer)
+    wide = build_model(architecture, seed=config.run.seed if source == "drawn" else 5)
+    if source == "folder":
+        export_hf(wide, tmp_path / "hf")
+        config = load_config(file, [*words, f"model.init_from={tmp_path / 'hf'}"])
+    plan = make_plan(config, cuda=False)
+    trainee = make_trainee(config, architecture, plan, torch.device("cpu"), steps=8)
+    tensors = trainee.optimizer.tensors()
+    for name, value in wide.named_parameters():
+        parameter = trainee.model.get_parameter(name)
+        kept = torch.float32 if ".router." in name else getattr(torch, weights)
+        master = tensors[f"weights/{name}"]
+        assert torch.equal(master, value.detach().flatten().to(kept)), name
+        assert torch.equal(parameter.detach(), value.detach().to(parameter.dtype)), name
+        assert parameter.dtype == (torch.float32 if ".router." in name else torch.bfloat16)
