@@ -58,7 +58,7 @@ def random_words(seed: int, step: Tensor, first: int, count: int) -> tuple[Tenso
     place_P = torch.arange(first, first + count, dtype=torch.int64, device=step.device)
     key = _mix_ref((seed & _WORD) ^ _mix_ref(step.to(torch.int64)))
     low_P, high_P = place_P & _WORD, place_P >> 32
-    one_P = _mix_ref((_mix_ref(low_P ^ key) + _mix_ref(key ^ (high_P + 1))) & _WORD)
+    one_P = _mix_ref(low_P ^ _mix_ref(key ^ (high_P + 1)))
     return one_P, _mix_ref(one_P ^ 0x9E3779B9)
 
 
@@ -157,14 +157,16 @@ def _adamw_kernel(
     if tl.load(numbers_ptr + 4) > 0.0:
         decay = tl.load(numbers_ptr)
         step_size = tl.load(numbers_ptr + 1)
-        root = tl.load(numbers_ptr + 2)
-        g = _widen(tl.load(gradient_ptr + places, mask=mask, other=0)) / tl.load(numbers_ptr + 3)
+        # the kernel waits for arithmetic as much as for memory: no division that can be avoided
+        unroot = 1.0 / tl.load(numbers_ptr + 2)
+        unscale = 1.0 / tl.load(numbers_ptr + 3)
+        g = _widen(tl.load(gradient_ptr + places, mask=mask, other=0)) * unscale
         w = _widen(tl.load(weight_ptr + places, mask=mask, other=0))
         m = _widen(tl.load(m_ptr + places, mask=mask, other=0))
         v = _widen(tl.load(v_ptr + places, mask=mask, other=0))
         m = m + (g - m) * rest1
         v = v * beta2 + g * g * rest2
-        w = w * decay - step_size * m / (tl.sqrt_rn(v) / root + eps)
+        w = w * decay - step_size * m / (tl.sqrt(v) * unroot + eps)
         if ROUND_WEIGHT or ROUND_MOMENTS:
             step = tl.load(numbers_ptr + 5).to(tl.int32).to(tl.uint32, bitcast=True)
             key = _mix((_mix(step) ^ seed).to(tl.uint32))
@@ -173,7 +175,7 @@ def _adamw_kernel(
             high = ((start + first) >> 32).to(tl.uint32)
             same = ((places + first) >> 32) == ((start + first) >> 32)
             upper = tl.where(same, _mix(key ^ (high + 1)), _mix(key ^ (high + 2)))
-            one = _mix(_mix(low ^ key) + upper)
+            one = _mix(low ^ upper)
         if ROUND_WEIGHT:
             tl.store(weight_ptr + places, _narrow(w, one & 0xFFFF), mask=mask)
         else:
