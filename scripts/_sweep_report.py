@@ -191,8 +191,12 @@ def plot(path: Path, sweep: SweepFile, runs: Sequence[RunValues], values: Any) -
     left.set_yticks(range(len(others)), others, fontsize=8)
     left.set_ylim(len(others) - 0.5, -0.5)
     left.set_xlabel(f"{metric}: arm - {sweep.control}, same seed (bar: standard error)", fontsize=8)
+    # A curve over other seeds than its neighbour's would differ by the seeds.
+    found = [set(values[arm]) for arm in sweep.arms if values.get(arm)]
+    seeds = set.intersection(*found) if found else set()
     for arm, color in zip(sweep.arms, colors):
-        curves = [read_run(run.folder).series(sweep.curve) for run in runs if run.arm == arm]
+        mine = [run for run in runs if run.arm == arm and run.seed in seeds]
+        curves = [read_run(run.folder).series(sweep.curve) for run in mine]
         by_step: dict[int, list[float]] = {}
         for series in curves:
             for step, value in zip(series.steps, series.values):
@@ -202,7 +206,7 @@ def plot(path: Path, sweep: SweepFile, runs: Sequence[RunValues], values: Any) -
             means = [statistics.fmean(by_step[step]) for step in steps]
             right.plot(steps, means, color=color, label=arm, linewidth=1.2)
     right.set_xlabel("step", fontsize=8)
-    right.set_ylabel(f"{sweep.curve}, mean over seeds", fontsize=8)
+    right.set_ylabel(f"{sweep.curve}, mean of seeds {sorted(seeds)}", fontsize=8)
     if right.lines:
         right.legend(fontsize=7, frameon=False)
     for axes in (left, right):
