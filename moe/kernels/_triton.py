@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -81,7 +82,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def pick_backend(
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     *,
     available: tuple[str, ...] = ("reference", "triton"),
     argument: str = "backend",
@@ -136,7 +137,7 @@ def pick_backend(
 
 
 _PLAIN = frozenset(
-    (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple)
+    (Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple)
 )
 
 
@@ -195,16 +196,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         return
     device = torch._C._cuda_getDevice()
     key: list[Any] = [id(kernel), device, *options, *options.values()]
-    values: list[Any] = []
-    for a in args:
-        if isinstance(a, torch.Tensor):
-            address = a.data_ptr()
-            values.append(address)
+    values: list[Any] = [*args]
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            values[i] = address = a.data_ptr()
             aligned = address & 15 == 0
             key.append(a.dtype if aligned and a.is_cuda else (a.dtype, aligned, a.is_cuda))
-            continue
-        values.append(a)
-        if type(a) is int:  # one, a multiple of 16, more than 32 bits
+        elif type(a) is int:  # one, a multiple of 16, more than 32 bits
             key.append((a == 1) + 2 * (a & 15 == 0) + 4 * (a.bit_length() > 31))
         elif a is None or type(a) is float:
             key.append(type(a))
@@ -239,7 +237,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 _NOTHING = contextlib.nullcontext()
 
 
-def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device: make it the tensor's."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return _NOTHING
