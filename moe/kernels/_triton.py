@@ -136,9 +136,7 @@ def pick_backend(
     return name if name in available else "triton"
 
 
-_PLAIN = frozenset(
-    (Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple)
-)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple))
 
 
 def is_eager(*arguments: Any) -> bool:

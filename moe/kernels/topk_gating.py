@@ -1037,7 +1037,8 @@ def _topk_gating_triton(
     metadata: bool,
     on_hopper: bool,
 ) -> tuple[Tensor, ...]:
-    """Gating and, if wanted, routing metadata: one launch for small batches, else two or three."""
+    """The fields of a gating and, if wanted, of routing metadata: one launch for small batches,
+    else two or three."""
     if on_hopper:
         from moe.kernels.hopper.gating import gating_hopper
 
@@ -1053,13 +1054,14 @@ def _topk_gating_triton(
     counts = torch.empty(E, **i32)
     prob_sum = torch.empty(E, **f32)
     nonfinite = torch.empty((), **i32)
-    rows = T * k if metadata else 0
-    meta = RoutingMetadata(
-        torch.empty(E + 1 if metadata else 0, **i32),
-        torch.empty(rows, **i32),
-        torch.empty(rows, **i32),
-        torch.empty(rows, **i32),
-    )
+    meta = ()
+    if metadata:
+        meta = RoutingMetadata(
+            torch.empty(E + 1, **i32),
+            torch.empty(T * k, **i32),
+            torch.empty(T * k, **i32),
+            torch.empty(T * k, **i32),
+        )
     one = plan.blocks == 1
     alone = one and metadata and plan.warps <= plan.sizes["WORDS"]
     partial = (counts, prob_sum, nonfinite)
@@ -1073,8 +1075,8 @@ def _topk_gating_triton(
         launch(_gating_kernel, (plan.blocks,),
             logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
             logits_TE if valid_T is None else valid_T.contiguous(),
-            expert, gate, lse, *partial, *meta, T, plan.block, logits_TE.stride(0),
-            logits_TE.stride(1), scale, k,
+            expert, gate, lse, *partial, *(meta or (counts,) * 4), T, plan.block,
+            logits_TE.stride(0), logits_TE.stride(1), scale, k,
             TOP=group_top, SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],
             HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=alone,
             ASM=not INTERPRET, num_warps=plan.warps, **plan.sizes,
@@ -1140,20 +1142,19 @@ def _fake(
 ):  # fmt: skip
     T, E = logits_TE.shape
     ints, floats = {"dtype": torch.int32}, {"dtype": torch.float32}
-    S = T * k if metadata else 0
-    return (
+    out = [
         logits_TE.new_empty(T, k, **ints), logits_TE.new_empty(T, k, **floats),
         logits_TE.new_empty(T, **floats), logits_TE.new_empty(E, **ints),
         logits_TE.new_empty(E, **floats), logits_TE.new_empty((), **ints),
-        logits_TE.new_empty(E + 1 if metadata else 0, **ints), logits_TE.new_empty(S, **ints),
-        logits_TE.new_empty(S, **ints), logits_TE.new_empty(S, **ints),
-    )  # fmt: skip
+    ]  # fmt: skip
+    sizes = (E + 1, T * k, T * k, T * k) if metadata else ()
+    return out + [logits_TE.new_empty(size, **ints) for size in sizes]
 
 
 _forward_op = define_op(
     "topk_gating(Tensor logits_TE, int k, str score, str norm, float scale, Tensor? bias_E, "
     "int groups, int groups_kept, int group_top, Tensor? valid_T, bool metadata, bool hopper) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor[]",
     _topk_gating_triton,
     _fake,
 )
@@ -1175,7 +1176,7 @@ class _TopkGating(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TE, x_TD, weight_ED, made_by, k, score, norm, scale, *rest):
         forward = _topk_gating_triton if is_eager(logits_TE) else _forward_op
-        out = forward(logits_TE, k, score, norm, scale, *rest)
+        out = tuple(forward(logits_TE, k, score, norm, scale, *rest))
         expert, gate, lse = out[:3]
         if x_TD is None:
             ctx.save_for_backward(logits_TE, None, None, expert, gate, lse)
@@ -1350,7 +1351,7 @@ def topk_gating(
     if not _uses_kernels(backend, logits_TE, k):
         return topk_gating_ref(*args)
     on_hopper = _uses_hopper(backend, logits_TE, k, groups, groups_kept)
-    return Gating(*_run(logits_TE, made_of, *args[1:], False, on_hopper)[:6])
+    return Gating(*_run(logits_TE, made_of, *args[1:], False, on_hopper))
 
 
 def topk_routing(

@@ -586,10 +586,6 @@ def gating_hopper(
     expert, gate, lse = torch.empty(T, k, **i32), torch.empty(T, k, **f32), torch.empty(T, **f32)
     counts, prob_sum = torch.empty(E, **i32), torch.empty(E, **f32)
     nonfinite = torch.empty((), **i32)
-    pairs = T * k if metadata else 0
-    offsets = torch.empty(E + 1 if metadata else 0, **i32)
-    row_S, slot_R = torch.empty(pairs, **i32), torch.empty(pairs, **i32)
-    token_R = torch.empty(pairs, **i32)
     words = torch.empty(tiles * warps, padded, **i32)
     tile_counts = torch.empty(tiles, padded, dtype=torch.uint8, device=device)
     tile_prob, tile_odd = torch.empty(tiles, padded, **f32), torch.empty(tiles, **i32)
@@ -601,15 +597,18 @@ def gating_hopper(
         SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm], HAS_BIAS=bias_E is not None,
         HAS_VALID=valid_T is not None, num_warps=warps,
     )  # fmt: skip
-    before = torch.empty(tiles if metadata else 0, padded, **i32)
+    before = torch.empty(tiles, padded, **i32) if metadata else counts
     launch(_sum, (E,),
         tile_counts, tile_prob, tile_odd, counts, prob_sum, nonfinite, before, tiles,
         E=E, P=padded, BT=min(1024, next_power_of_2(tiles)), PREFIX=metadata, num_warps=4,
     )  # fmt: skip
-    if metadata:
-        launch(_place, (tiles,),
-            expert, words, counts, before, offsets, row_S, slot_R, token_R, T,
-            E=E, K=k, KP=next_power_of_2(k), P=padded, GROUPS=warps,
-            CLEAR=valid_T is not None, num_warps=forced_plan.get("place", 4),
-        )  # fmt: skip
+    if not metadata:
+        return expert, gate, lse, counts, prob_sum, nonfinite
+    offsets, row_S = torch.empty(E + 1, **i32), torch.empty(T * k, **i32)
+    slot_R, token_R = torch.empty(T * k, **i32), torch.empty(T * k, **i32)
+    launch(_place, (tiles,),
+        expert, words, counts, before, offsets, row_S, slot_R, token_R, T,
+        E=E, K=k, KP=next_power_of_2(k), P=padded, GROUPS=warps,
+        CLEAR=valid_T is not None, num_warps=forced_plan.get("place", 4),
+    )  # fmt: skip
     return expert, gate, lse, counts, prob_sum, nonfinite, offsets, row_S, slot_R, token_R
