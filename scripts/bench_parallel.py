@@ -477,6 +477,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--small", action="store_true", help="engine: narrow model")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     given = parser.parse_intermixed_args(arguments)
+    if given.nproc < 1:
+        parser.error(f"--nproc={given.nproc} must be at least 1")
     device_type = "cpu" if given.cpu or not torch.cuda.is_available() else "cuda"
     if given.what == "engine":
         try:

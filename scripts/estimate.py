@@ -37,8 +37,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu", default="H100", help="model, for its peak speed (default H100)")
     parser.add_argument("--mfu", type=float, default=0.3, help="share of the peak (default 0.3)")
     options = parser.parse_intermixed_args(arguments)
-    if options.gpus < 1:
-        parser.error(f"--gpus={options.gpus} must be at least 1")
+    for key, value in (("gpus", options.gpus), ("hosts", options.hosts)):
+        if value < 1:
+            parser.error(f"--{key}={value} must be at least 1")
+    if options.gpu_memory is not None and options.gpu_memory <= 0:
+        parser.error(f"--gpu-memory={options.gpu_memory:g} must be above 0")
     if not 0 < options.mfu <= 1:
         parser.error(f"--mfu={options.mfu} must be above 0 and at most 1")
     return options

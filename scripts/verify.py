@@ -340,6 +340,13 @@ def main(arguments: list[str]) -> int:
     if given.config is not None and "=" in given.config:
         given.config, given.overrides = None, [given.config, *given.overrides]
     try:
+        for key, value, least in (
+            ("nproc", given.nproc, 2),
+            ("micro-batches", given.micro_batches, 1),
+            ("timeout", given.timeout, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"--{key}={value} must be at least {least}")
         config = load_config(given.config, given.overrides)
         small, plan, alone = plans(config, given.nproc)
     except ValueError as error:

@@ -258,6 +258,8 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
     ("words", "message"),
     [
         (["--gpus", "3"], "the 3 processes"),
+        (["--hosts", "0"], "--hosts=0 must be at least 1"),
+        (["--gpu-memory", "-5"], "--gpu-memory=-5 must be above 0"),
         (["--gpu", "Z9"], "--gpu='Z9' is not in the table"),
         (["train.step=3"], "did you mean train.steps?"),
         (["--mfu", "30"], "--mfu=30.0 must be above 0"),

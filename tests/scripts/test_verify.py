@@ -36,6 +36,10 @@ def test_a_layout_is_equal_to_one_process(capsys):
         (["parallel.nodes=two"], r"parallel\.nodes='two'"),
         (["parallel.schedule=ring"], r"parallel\.schedule='ring'"),
         (["model.hidden_sise=3"], "hidden_sise"),
+        (["--nproc", "0"], "--nproc=0 must be at least 2"),
+        (["--nproc", "1"], "--nproc=1 must be at least 2"),
+        (["--micro-batches", "0"], "--micro-batches=0 must be at least 1"),
+        (["--timeout", "0"], "--timeout=0"),
     ],
 )
 def test_mistakes_end_with_2_and_one_line(capsys, overrides, message):
