@@ -94,6 +94,7 @@ def test_samples_are_the_same_for_the_same_weights():
     tokenizer = types.SimpleNamespace(
         encode=lambda text: np.array([ord(c) for c in text]),
         decode=lambda ids: " ".join(str(i) for i in ids),
+        eos_id=2,
     )
     torch.manual_seed(0)
     first = sample_text(model, tokenizer, "abc", 12, world=World())
@@ -101,6 +102,8 @@ def test_samples_are_the_same_for_the_same_weights():
     assert sample_text(model, tokenizer, "abc", 12, world=World()) == first
     assert len(first.split()) == 12 and len(set(first.split())) > 1
     assert model.training
+    begun = sample_text(model, tokenizer, "", 12, world=World())
+    assert begun == sample_text(model, tokenizer, "\x02", 12, world=World()) != first
 
 
 # --- FLOPs --------------------------------------------------------------------------------------
