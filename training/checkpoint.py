@@ -488,6 +488,8 @@ def resolve(path: str | Path) -> Path:
         hint = f"; there are {', '.join(others)}" if others else ""
         raise CheckpointError(f"checkpoint {path} does not exist{hint}")
     folder = path.resolve()
+    if not (folder / MANIFEST).exists() and not folder.name.startswith("step_"):
+        raise CheckpointError(f"{path} is no checkpoint, nor a run or another folder that has one")
     reason = damage(folder)
     if reason is not None:
         raise CheckpointError(f"checkpoint {path} cannot be used: {reason}")

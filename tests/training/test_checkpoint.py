@@ -355,6 +355,8 @@ def test_paths_a_user_may_give(tmp_path):
     assert resolve(root / "step_00000001").name == "step_00000001"
     with pytest.raises(CheckpointError, match="does not exist; there are step_00000002, step_0000"):
         resolve(root / "step_00000009")
+    with pytest.raises(CheckpointError, match="is no checkpoint, nor a run or another folder that"):
+        resolve(tmp_path)
     (root / "step_00000002" / MANIFEST).unlink()
     (root / "step_00000001" / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=f"no complete checkpoint: .*no {MANIFEST}"):
