@@ -50,6 +50,7 @@ from training.config_load import (
     kind,
     models_in,
     read_yaml,
+    shown,
 )
 from training.config_router import RouterConfig
 from training.config_surgery import SurgeryConfig, clone_default
@@ -82,7 +83,7 @@ class RunConfig(Section):
     """Folder of the run inside `run.dir`. Empty: the config file's name without its ending."""
     dir: str = "runs"
     """Folder that holds all runs, relative to where the command is typed."""
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, le=10**12)] = 0
     """Seed of initial weights and of the order of the data."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the last good checkpoint of this run folder, if any. never: refuse an
@@ -149,8 +150,8 @@ class ModelSection(Section):
             for key, value in rest.items():
                 if key in full and full[key] != value:
                     raise ValueError(
-                        f"model.{key}={value!r} contradicts model.init_from, whose config has "
-                        f"{full[key]!r}; leave it out"
+                        f"model.{key}={shown(value)} contradicts model.init_from, whose config "
+                        f"has {shown(full[key])}; leave it out"
                     )
         return own | {"config": {**given, **rest}}
 
@@ -283,7 +284,7 @@ class ParallelConfig(Section):
     """Form of tokens on their way to experts: the model's dtype, or E4M3 with scales."""
     transport: Literal["collective", "pull"] = "collective"
     """collective: NCCL or gloo. pull: copies out of the peers' memory, for GPUs of one host."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     """Seconds after which a collective operation that hangs ends the run."""
 
 

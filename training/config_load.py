@@ -249,36 +249,31 @@ def _allowed(error: dict[str, Any]) -> str:
     """What would have been right, from one pydantic error."""
     kind_of, context = error["type"], error.get("ctx", {})
     fixed = {
-        "int_type": "a whole number",
-        "int_from_float": "a whole number",
-        "int_parsing": "a whole number",
-        "float_type": "a number",
-        "float_parsing": "a number",
-        "finite_number": "a finite number",
-        "bool_type": "true or false",
-        "bool_parsing": "true or false",
-        "string_type": "text (put it in quotes if it looks like a number or true/false)",
-        "list_type": "a list",
-        "tuple_type": "a list",
-        "dict_type": "a mapping",
-        "model_type": "a mapping of keys",
-        "model_attributes_type": "a mapping of keys",
+        "int": "a whole number",
+        "float": "a number",
+        "finite": "a finite number",
+        "bool": "true or false",
+        "string": "text (put it in quotes if it looks like a number or true/false)",
+        "list": "a list",
+        "tuple": "a list",
+        "dict": "a mapping",
+        "model": "a mapping of keys",
         "missing": "a value (it has no default)",
     }
-    if kind_of in fixed:
-        return fixed[kind_of]
-    if kind_of in ("too_short", "too_long"):
-        least, most = context.get("min_length"), context.get("max_length")
-        return (
-            f"a list of at {'least' if most is None else 'most'} {least if most is None else most}"
-        )
+    if (first := kind_of.partition("_")[0]) in fixed:
+        return fixed[first]
     if kind_of == "literal_error":
         return f"one of {context['expected']}"
-    if kind_of in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        sign = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<"}.get(
-            kind_of, "<="
-        )
-        return f"a number {sign} {context[{'>': 'gt', '>=': 'ge', '<': 'lt', '<=': 'le'}[sign]]:g}"
+    for name, said in (
+        ("min_length", "a list of at least"),
+        ("max_length", "a list of at most"),
+        ("gt", "a number >"),
+        ("ge", "a number >="),
+        ("lt", "a number <"),
+        ("le", "a number <="),
+    ):
+        if name in context:
+            return f"{said} {context[name]:g}"
     return error["msg"]
 
 

@@ -86,6 +86,8 @@ MISTAKES = [
     ("train.steps=1.5", "train.steps=1.5 must be a whole number"),
     ("train.steps=010", "train.steps='010' must be a whole number (a leading 0 is ambiguous"),
     ("train.steps=true", "train.steps=true must be a whole number"),
+    ("run.seed=99999999999999999999", "run.seed=99999999999999999999 must be a number <= 1e+12"),
+    ("parallel.timeout_s=1e20", "must be a number <= 1e+06"),
     ("train.steps=0", "train.steps=0 must be a number >= 1"),
     ("optim.lr=fast", "optim.lr='fast' must be a number"),
     ("optim.lr=.nan", "optim.lr=nan must be"),
