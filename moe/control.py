@@ -161,14 +161,8 @@ class RouterControl:
     @property
     def changes(self) -> int:
         """How often a router computes otherwise from some step on: each is compiled anew."""
-        steps = (
-            self.ema_until,
-            self.freeze_at,
-            self.capacity_until,
-            self.fill_until,
-            self.sample_until,
-            self.families_until,
-        )
+        until = (self.ema_until, self.capacity_until, self.fill_until, self.sample_until)
+        steps = (*until, self.families_until, self.freeze_at)
         by_k = 0 if self.top_k is None else len(self.top_k.changes()) + self.top_k.soft
         return by_k + sum(step is not None for step in steps)
 

@@ -354,21 +354,13 @@ class Config(Section):
         return values
 
     @model_validator(mode="after")
-    def _defaults_by_family(self) -> Config:
+    def _filled_and_checked(self) -> Config:
         router = self.router.model_copy(update=router_defaults(self))
         object.__setattr__(self, "router", router)
         if self.surgery.clone is None:
             surgery = self.surgery.model_copy(update={"clone": clone_default(self)})
             object.__setattr__(self, "surgery", surgery)
-        return self
-
-    @model_validator(mode="after")
-    def _no_useless_settings(self) -> Config:
         refuse_useless(self)
-        return self
-
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Config:
         check_combinations(self)
         return self
 

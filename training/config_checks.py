@@ -232,12 +232,10 @@ def refuse_useless(config: Config) -> None:
 def check_combinations(config: Config) -> None:
     """ValueError for settings that are right alone and impossible together."""
     train, optim, data, model = config.train, config.optim, config.data, config.model.config
-    if train.steps is None and train.epochs is None:
-        raise ValueError("train.steps and train.epochs are both empty; give one of the two")
-    if train.steps is not None and train.epochs is not None:
+    if (train.steps is None) == (train.epochs is None):
         raise ValueError(
-            f"train.steps={train.steps} and train.epochs={train.epochs:g} exclude each other; give "
-            "one of the two (null empties the other)"
+            f"train.steps={shown(train.steps)} and train.epochs={shown(train.epochs)}: give one "
+            "of the two, and one only (null empties the other)"
         )
     if train.global_batch_size % train.micro_batch_size:
         raise ValueError(

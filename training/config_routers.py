@@ -66,12 +66,9 @@ def _check_starts(config: Config, steps: int) -> None:
     if uses_slots(config):
         _check_changes(config, steps)
     last_bias = last_acting_step(config, "router.bias_update", steps)
-    ends = {
-        "freeze_at": (steps, f"the run has {steps} steps"),
-        "revive_after": (steps, f"the run has {steps} steps"),
-        "sample_until": (steps - 1, f"the last of the run's {steps} steps takes the best"),
-        "bias_freeze_at": (steps, f"the run has {steps} steps"),
-    }
+    whole = (steps, f"the run has {steps} steps")
+    ends = dict.fromkeys(("freeze_at", "revive_after", "bias_freeze_at"), whole)
+    ends["sample_until"] = (steps - 1, f"the last of the run's {steps} steps takes the best")
     if last_bias is not None:
         start = last_bias - config.router.end_steps
         ends["bias_freeze_at"] = (

@@ -104,8 +104,11 @@ MISTAKES = [
     ("model.num_experts_per_tok=9", "num_experts_per_tok=9 must not exceed num_experts=8"),
     ("model.num_experts_per_tok=1", "norm_topk_prob"),
     ("model.clip_qkv=8", "clip_qkv=8 is no field of the family qwen3_moe"),
-    ("train.epochs=1", "train.steps=200 and train.epochs=1 exclude each other; give one"),
-    ("train.steps=null", "train.steps and train.epochs are both empty; give one of the two"),
+    ("train.epochs=1", "train.steps=200 and train.epochs=1.0: give one of the two, and one only"),
+    (
+        "train.steps=null",
+        "train.steps=null and train.epochs=null: give one of the two, and one only",
+    ),
     ("model.family=[qwen3_moe]", "model.family=['qwen3_moe'] must be one of 'qwen3_moe', 'olmoe'"),
     ("model.num_hidden_layers=99999999999", "must be a number <= 10000"),
     ("model.head_dim=3", "model.head_dim=3 rotates 3 dimensions; RoPE needs an even number"),
