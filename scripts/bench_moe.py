@@ -123,17 +123,19 @@ def measure(
         row["inference ms"] = median_ms(once)
     forward, total = median_ms(once), median_ms(both)
     flops = 6 * pairs * N * D
+    row |= speeds(flops, forward, total)
     if graph:
-        row["graph forward ms"] = median_ms(captured(once))
-        row["graph both ms"] = median_ms(captured(both))
-        row["graph both TFLOP/s"] = 3 * flops / row["graph both ms"] / 1e9
-    row |= {
-        "forward ms": forward, "backward ms": total - forward, "both ms": total,
-        "forward TFLOP/s": flops / forward / 1e9,
-        "backward TFLOP/s": 2 * flops / (total - forward) / 1e9,
-        "both TFLOP/s": 3 * flops / total / 1e9,
-    }  # fmt: skip
+        alone = speeds(flops, median_ms(captured(once)), median_ms(captured(both)))
+        row |= {f"graph {key}": value for key, value in alone.items()}
     return row
+
+
+def speeds(flops: float, forward: float, both: float) -> dict[str, float]:
+    """Of milliseconds, with `flops` of the forward: a third of all."""
+    times = {"forward": (forward, 1), "backward": (both - forward, 2), "both": (both, 3)}
+    return {f"{part} ms": ms for part, (ms, _) in times.items()} | {
+        f"{part} TFLOP/s": share * flops / ms / 1e9 for part, (ms, share) in times.items()
+    }
 
 
 def errors(name: str, shape, balanced: bool) -> dict[str, float]:
@@ -185,14 +187,9 @@ def bench(args, shapes: dict) -> list[dict]:
             T, D, N, _, K = shape
             with contextlib.suppress(torch.OutOfMemoryError):
                 forward, backward = cublas_bound(shape)
-                flops = 6 * T * K * N * D
-                row = {
-                    "name": "cuBLAS bound", "shape": shape, "label": label, "routing": "balanced",
-                    "forward ms": forward, "backward ms": backward, "both ms": forward + backward,
-                    "forward TFLOP/s": flops / forward / 1e9,
-                    "backward TFLOP/s": 2 * flops / backward / 1e9,
-                    "both TFLOP/s": 3 * flops / (forward + backward) / 1e9,
-                }  # fmt: skip
+                row = {"name": "cuBLAS bound", "shape": shape, "label": label,
+                       "routing": "balanced"}  # fmt: skip
+                row |= speeds(6 * T * K * N * D, forward, forward + backward)
                 rows.append(row)
                 print(line(row), flush=True)
         for text in ratios(rows, label):
@@ -232,8 +229,8 @@ def line(row: dict) -> str:
         f"both {row['both TFLOP/s']:5.0f} TFLOP/s"
     )
     if "graph both ms" in row:
-        forward, both = row["graph forward ms"], row["graph both ms"]
-        text += f"   as a graph fwd {forward:8.3f} ms bwd {both - forward:8.3f} ms"
+        forward, backward = row["graph forward ms"], row["graph backward ms"]
+        text += f"   as a graph fwd {forward:8.3f} ms bwd {backward:8.3f} ms"
         text += f" both {row['graph both TFLOP/s']:5.0f}"
     if "kept MiB" in row:
         text += f"   kept {row['kept MiB']:6.0f} MiB"
@@ -541,11 +538,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", default="", help="with --tune: up,down,dH,dX,dW1,dW2,combine")
     parser.add_argument("--profile", action="store_true", help="time every launch of ours")
     parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
-    parser.add_argument(
-        "--graph",
-        action="store_true",
-        help="replay each layer as a CUDA graph too: the device's time alone",
-    )
+    parser.add_argument("--graph", action="store_true", help="the device's time alone too")
     parser.add_argument(
         "--errors",
         default="all",

@@ -41,13 +41,14 @@ def test_rows_are_written_as_they_come(script, tmp_path, monkeypatch):
 
 
 def test_a_row_says_what_the_device_takes_alone(script):
-    row = {f"{part} {unit}": 1.0 for part in ("forward", "backward", "both")
-           for unit in ("ms", "TFLOP/s")}  # fmt: skip
-    row["name"] = "tessera"
-    eager = script("bench_moe").line(row)
-    row |= {"graph forward ms": 0.5, "graph both ms": 0.75, "graph both TFLOP/s": 9.0}
-    assert script("bench_moe").line(row) == (
-        eager + "   as a graph fwd    0.500 ms bwd    0.250 ms both     9"
+    bench_moe = script("bench_moe")
+    row = {"name": "tessera", **bench_moe.speeds(6e9, 1.0, 4.0)}
+    assert row["backward ms"] == 3.0
+    assert [row[f"{part} TFLOP/s"] for part in ("forward", "backward", "both")] == [6.0, 4.0, 4.5]
+    eager = bench_moe.line(row)
+    row |= {f"graph {key}": value for key, value in bench_moe.speeds(6e9, 0.5, 0.75).items()}
+    assert bench_moe.line(row) == (
+        eager + "   as a graph fwd    0.500 ms bwd    0.250 ms both    24"
     )
 
 
