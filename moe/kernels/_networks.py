@@ -136,9 +136,12 @@ def largest(v, axis: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def stack(v, N: tl.constexpr):
-    """Tuple of N = 2, 8 or 16 tensors [B] → tensor [B, N]."""
+    """Tuple of N = 2, 4, 8 or 16 tensors [B] → tensor [B, N]."""
     if N == 2:
         return tl.join(v[0], v[1])
+    elif N == 4:
+        both = tl.join(tl.join(v[0], v[2]), tl.join(v[1], v[3]))
+        return tl.reshape(both, (v[0].shape[0], 4))
     elif N == 8:
         even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
         odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))

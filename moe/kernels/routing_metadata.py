@@ -136,7 +136,7 @@ def slots_of_rows_ref(
 
 
 @triton.jit
-def _popcount(x, ASM: tl.constexpr):
+def popcount(x, ASM: tl.constexpr):
     if ASM:
         return tl.inline_asm_elementwise(
             "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
@@ -179,8 +179,8 @@ def _chunk(
         plane = _word_bits(((e >> b) & 1) > 0, lane)[:, None]
         same = same & ~(plane ^ -((e >> b) & 1))
         word = word & ~(plane ^ -((column >> b) & 1))
-    rank = _popcount(same & ((1 << lane) - 1)[None, :], ASM)
-    return slot, e, ok, rank, _popcount(word, ASM)
+    rank = popcount(same & ((1 << lane) - 1)[None, :], ASM)
+    return slot, e, ok, rank, popcount(word, ASM)
 
 
 @triton.jit

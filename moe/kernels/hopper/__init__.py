@@ -8,7 +8,8 @@ called.
     rows           up-projection with SwiGLU, down-projection, gradient of the gathered X
     down_backward  dH, A' and dS
     outer          gradients of both weights
-    gating         the router's top-K and the sort behind it
+    gating         the router's top-K
+    placing        the sort behind it, in plain Triton
 """
 
 from __future__ import annotations

@@ -6,10 +6,7 @@ No row's data go through memory between threads, and the sort needs no second lo
             probability sums; the maxima of buckets of 4 columns go through shared memory to one
             thread a row, which finds the K best buckets and, reading those again from the cache,
             the K best experts. Each group of 32 tokens leaves one word of bits per expert: who
-            chose it.
-    _sum    one expert a program: its pairs in all and before each tile, its probabilities.
-    _place  128 tokens a program. A pair's row is what all earlier tokens chose, plus the bits of
-            its group below its own.
+            chose it. From there `placing` puts the pairs in the experts' order.
 
 The selection compares 32-bit keys whose low bits hold a bucket or a column in place of the value's
 lowest bits; the runner-up behind the cut is compared exactly, so only rows with three candidates
@@ -28,9 +25,9 @@ import torch
 from torch import Tensor
 
 from moe.kernels._networks import merge_descending, sort_descending, top_of
-from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
+from moe.kernels._triton import cdiv, launch, next_power_of_2, triton
 from moe.kernels.hopper._device import barrier, gl, gluon
-from moe.kernels.routing_metadata import clear_tail
+from moe.kernels.hopper.placing import place_pairs
 from moe.kernels.topk_gating import (
     EMPTY_KEY,
     NORM_CODE,
@@ -483,85 +480,10 @@ def _gate(
     gl.store(tile_odd + gl.program_id(0), odd)
 
 
-@triton.jit
-def _bits_set(x):
-    return tl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
-    )
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def _sum(
-    tile_counts, tile_prob, tile_odd, counts, prob_sum, odd, before, tiles,
-    E: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
-    """Of one expert: sums over all tiles of `_gate`, and (PREFIX) its pairs before each tile."""
-    e = tl.program_id(0)
-    total = 0
-    prob = 0.0
-    rows = 0
-    for first in range(0, tiles, BT):
-        tile = first + tl.arange(0, BT)
-        some = tile < tiles
-        each = tl.load(tile_counts + tile * P + e, mask=some, other=0).to(tl.int32)
-        prob += tl.sum(tl.load(tile_prob + tile * P + e, mask=some, other=0.0), axis=0)
-        if PREFIX:
-            up_to = tl.cumsum(each, axis=0).to(tl.int32)
-            tl.store(before + tile * P + e, total + up_to - each, mask=some)
-        if e == 0:
-            strange = tl.load(tile_odd + tile, mask=some, other=0)
-            rows += tl.sum(strange, axis=0).to(tl.int32)
-        total += tl.sum(each, axis=0).to(tl.int32)
-    tl.store(counts + e, total)
-    tl.store(prob_sum + e, prob)
-    if e == 0:
-        tl.store(odd, rows)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _place(
-    expert, words, counts, before, offsets, row_S, slot_R, token_R, T,
-    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr,
-    CLEAR: tl.constexpr,
-):  # fmt: skip
-    """The rows of the pairs of one tile of 32 GROUPS tokens."""
-    b = tl.program_id(0)
-    column = tl.arange(0, P)
-    group = b * GROUPS + tl.arange(0, GROUPS)[:, None]
-    i = tl.arange(0, GROUPS * 32 * KP)
-    local = i // KP
-    k = i % KP
-    t = b * (GROUPS * 32) + local
-    inside = (t < T) & (k < K)
-    slot = t * K + k
-    chose = tl.load(words + group * P + column[None, :])
-    e = tl.load(expert + slot, mask=inside, other=-1)
-    total = tl.load(counts + column, mask=column < E, other=0)
-    ahead = tl.load(before + b * P + column, mask=column < E, other=0)
-    start = tl.cumsum(total, axis=0).to(tl.int32) - total
-    if b == 0:
-        tl.store(offsets + column, start, mask=column < E)
-        tl.store(offsets + E, tl.sum(total, axis=0).to(tl.int32))
-    # the next row of each expert at the beginning of each group of 32 tokens
-    each = _bits_set(chose)
-    base = tl.cumsum(each, axis=0).to(tl.int32) - each + (start + ahead)[None, :]
-    ok = e >= 0
-    at = (local // 32) * P + tl.where(ok, e, 0)
-    lower = (tl.full((), 1, tl.int32) << (local % 32)) - 1
-    chose = tl.gather(tl.reshape(chose, (GROUPS * P,)), at, axis=0)
-    row = tl.gather(tl.reshape(base, (GROUPS * P,)), at, axis=0) + _bits_set(chose & lower)
-    tl.store(row_S + slot, tl.where(ok, row, -1), mask=inside)
-    tl.store(slot_R + row, slot, mask=ok)
-    tl.store(token_R + row, t, mask=ok)
-    if CLEAR:
-        pairs = tl.sum(total, axis=0).to(tl.int32)
-        clear_tail(slot_R, token_R, pairs, T * K, b, tl.num_programs(0), 1024)
-
-
 # ----------------------------------------------------------------------------------------- launcher
 
 # What the benchmark sets to time other plans: "warps" of a program of `_gate` (32 tokens each, 4 at
-# most: counts are bytes), "rows" of a thread in one step, "place" (warps of a program of `_place`).
+# most: counts are bytes), "rows" of a thread in one step.
 forced_plan: dict[str, int] = {}
 
 
@@ -584,8 +506,6 @@ def gating_hopper(
     tile = 32 * warps
     tiles = cdiv(T, tile)
     expert, gate, lse = torch.empty(T, k, **i32), torch.empty(T, k, **f32), torch.empty(T, **f32)
-    counts, prob_sum = torch.empty(E, **i32), torch.empty(E, **f32)
-    nonfinite = torch.empty((), **i32)
     words = torch.empty(tiles * warps, padded, **i32)
     tile_counts = torch.empty(tiles, padded, dtype=torch.uint8, device=device)
     tile_prob, tile_odd = torch.empty(tiles, padded, **f32), torch.empty(tiles, **i32)
@@ -597,18 +517,7 @@ def gating_hopper(
         SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm], HAS_BIAS=bias_E is not None,
         HAS_VALID=valid_T is not None, num_warps=warps,
     )  # fmt: skip
-    before = torch.empty(tiles, padded, **i32) if metadata else counts
-    launch(_sum, (E,),
-        tile_counts, tile_prob, tile_odd, counts, prob_sum, nonfinite, before, tiles,
-        E=E, P=padded, BT=min(1024, next_power_of_2(tiles)), PREFIX=metadata, num_warps=4,
-    )  # fmt: skip
-    if not metadata:
-        return expert, gate, lse, counts, prob_sum, nonfinite
-    offsets, row_S = torch.empty(E + 1, **i32), torch.empty(T * k, **i32)
-    slot_R, token_R = torch.empty(T * k, **i32), torch.empty(T * k, **i32)
-    launch(_place, (tiles,),
-        expert, words, counts, before, offsets, row_S, slot_R, token_R, T,
-        E=E, K=k, KP=next_power_of_2(k), P=padded, GROUPS=warps,
-        CLEAR=valid_T is not None, num_warps=forced_plan.get("place", 4),
-    )  # fmt: skip
-    return expert, gate, lse, counts, prob_sum, nonfinite, offsets, row_S, slot_R, token_R
+    placed = place_pairs(
+        expert, words, tile_counts, tile_prob, tile_odd, E, metadata, clear=valid_T is not None
+    )
+    return expert, gate, lse, *placed
