@@ -98,6 +98,21 @@ def top_of(v, M: tl.constexpr, N: tl.constexpr, EMPTY: tl.constexpr):
     return best
 
 
+@triton.jit
+def runner_up(keys, last, N: tl.constexpr, LOW: tl.constexpr):
+    """Of N different keys the largest below `last`, at least two of which are, and whether the one
+    behind it too agrees with `last` in all but the bits LOW."""
+    # distances modulo 2^32, so that what is not below `last` comes after all that is
+    first = (last - 1 - keys[0]).to(tl.uint32, bitcast=True)
+    second = first | 0xFFFFFFFF
+    for i in tl.static_range(1, N):
+        distance = (last - 1 - keys[i]).to(tl.uint32, bitcast=True)
+        second = tl.minimum(second, tl.maximum(first, distance))
+        first = tl.minimum(first, distance)
+    crowded = second < (last & LOW).to(tl.uint32, bitcast=True)
+    return last - 1 - first.to(tl.int32, bitcast=True), crowded
+
+
 # `tl.reduce` wants its combine functions with one parameter per tensor.
 
 

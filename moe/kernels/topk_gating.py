@@ -1293,6 +1293,7 @@ def _uses_kernels(backend: str, logits_TE: Tensor, k: int) -> bool:
 _HOPPER_EXPERTS = (64, 256)
 _HOPPER_PER_TOKEN = (2, 8)
 _HOPPER_LOGITS = 1 << 20
+_HOPPER_STRIDE = 1 << 24  # offsets in a tile of 128 tokens have 32 bits
 
 
 def _uses_hopper(backend: str, logits_TE: Tensor, k: int, groups: int, groups_kept: int) -> bool:
@@ -1302,7 +1303,9 @@ def _uses_hopper(backend: str, logits_TE: Tensor, k: int, groups: int, groups_ke
     fits = fits and _HOPPER_PER_TOKEN[0] <= k <= _HOPPER_PER_TOKEN[1]
     if not fits or backend == "triton" or logits_TE.numel() < _HOPPER_LOGITS:
         return False
-    return logits_TE.stride(1) == 1 and hopper.available(logits_TE.device)
+    if logits_TE.stride(1) != 1 or logits_TE.stride(0) >= _HOPPER_STRIDE:
+        return False
+    return hopper.available(logits_TE.device)
 
 
 def topk_gating(

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels._networks import merge_descending, sort_descending, top_of
+from moe.kernels._networks import merge_descending, runner_up, sort_descending, top_of
 from moe.kernels._triton import cdiv, launch, next_power_of_2, triton
 from moe.kernels.hopper._device import barrier, gl, gluon
 from moe.kernels.hopper.placing import place_pairs
@@ -58,6 +58,13 @@ def rows_layout(V: int, ROWS: int, num_warps: int) -> gl.BlockedLayout:
     """[N, V, 4]: 16 bytes of ROWS neighbouring rows a thread, a warp's threads along the rows."""
     lanes = min(32, V)
     return gl.BlockedLayout([ROWS, 1, 4], [32 // lanes, lanes, 1], [num_warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def sums_layout(V: int, ROWS: int, num_warps: int) -> gl.BlockedLayout:
+    """[N, V]: the rows of `rows_layout` in the same warps, 8 values a thread."""
+    lanes = V // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -116,13 +123,19 @@ def _reciprocal(x):
 @gluon.jit
 def _exchange(x, lane, J: gl.constexpr, LOW: gl.constexpr):
     """One step of `_transposed`: swap blocks of J bits with the lane that differs in bit J."""
-    y = gl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r", [x, x * 0 + J],
-        dtype=gl.int32, is_pure=False, pack=1,
+    low = (lane & J) == 0
+    turn = gl.where(low, J, 32 - J)
+    keep = gl.where(low, LOW, ~LOW)
+    # the other lane's word, turned, fills what is not kept: (x & keep) | (y & ~keep)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 y;
+        shfl.sync.bfly.b32 y, $1, $2, 31, -1;
+        shf.l.wrap.b32 y, y, y, $3;
+        lop3.b32 $0, $1, y, $4, 0xE4;
+        }""",
+        "=r,r,r,r,r", [x, x * 0 + J, turn, keep], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    low = (x & LOW) | ((y & LOW) << J)
-    high = (x & ~LOW) | ((y >> J) & LOW)
-    return gl.where((lane & J) == 0, low, high)
 
 
 @gluon.jit
@@ -259,6 +272,7 @@ def _gate(
     P: gl.constexpr = 4 * V
     layout: gl.constexpr = rows_layout(V, ROWS, W)
     row_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    sums: gl.constexpr = sums_layout(V, ROWS, W)
     vector: gl.constexpr = thread_layout(4, W)
     thread: gl.constexpr = gl.SliceLayout(1, vector)
     keys_s = gl.allocate_shared_memory(gl.int32, [B, V], swizzle(V))
@@ -272,15 +286,11 @@ def _gate(
     four = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     column = bucket[None, :, None] * 4 + four[None, None, :]
     tag = (V - 1 - bucket)[None, :]
+    tile_at = logits + base.to(gl.int64) * stride_t
     for step in gl.static_range(B // N):
-        row = base + step * N + gl.arange(0, N, layout=row_layout)
-        inside = row < T
-        row = row.to(gl.int64)
-        use = inside
-        if HAS_VALID:
-            use = use & (gl.load(valid + row, mask=inside, other=0) != 0)
         # rows that are not there or not valid are read like others and count for nothing
-        at = (logits + gl.minimum(row, T - 1) * stride_t)[:, None, None] + column
+        local = gl.minimum(step * N + gl.arange(0, N, layout=row_layout), T - 1 - base)
+        at = tile_at + ((local * stride_t)[:, None, None] + column)
         if E < P:
             x = gl.load(at, mask=column < E, other=_NEG_INF).to(gl.float32)
         else:
@@ -293,13 +303,15 @@ def _gate(
             keys_s.slice(step * N, N, dim=0).store(key)
             shift = unordered(gl.max(key, axis=1) & -V)
         e = exp_below(x, shift[:, None, None], True)
-        total = gl.sum(gl.sum(e, axis=2), axis=1)
-        inverse = _reciprocal(total)
+        total = gl.sum(gl.convert_layout(gl.sum(e, axis=2), sums), axis=1)
+        norm = _reciprocal(total)
+        if HAS_BIAS:
+            inverse = gl.convert_layout(norm, row_layout)
         prob = e
-        norm = inverse
         if (SCORE == _SIGMOID) or (SCORE == _SQRTSOFTPLUS):
             prob = elementwise_score(x, SCORE)
-            norm = _reciprocal(gl.sum(gl.sum(prob, axis=2), axis=1) + 1e-20)
+            part = gl.convert_layout(gl.sum(prob, axis=2), sums)
+            norm = _reciprocal(gl.sum(part, axis=1) + 1e-20)
         if HAS_BIAS:
             b = gl.load(bias + column, mask=column < E, other=0.0).to(gl.float32)
             value = key_value(x, shift[:, None, None], inverse[:, None, None], b, SCORE, True)
@@ -307,8 +319,13 @@ def _gate(
             keys_s.slice(step * N, N, dim=0).store(key)
             shift_s.slice(step * N, N, dim=0).store(shift)
         total_s.slice(step * N, N, dim=0).store(total)
+        row = base + step * N + gl.arange(0, N, layout=gl.SliceLayout(1, sums))
+        use = row < T
+        if HAS_VALID:
+            use = use & (gl.load(valid + row, mask=use, other=0) != 0)
         # not finite where a row's softmax is not: then `_exact_rows` sums again
-        prob *= gl.where(use, norm, 0.0)[:, None, None]
+        norm = gl.convert_layout(gl.where(use, norm, 0.0), row_layout)
+        prob *= norm[:, None, None]
         part = gl.sum(prob.reshape(N // ROWS, ROWS, V, 4), axis=1)
         if step == 0:
             prob_part = part
@@ -320,12 +337,8 @@ def _gate(
     keys = _vectors(keys_s.load(thread_layout(V, W)), V)
     top = top_of(keys, V, 8, EMPTY_KEY)
     last = top[K - 1]
-    found = last * 0
-    next_key = last * 0 + _EMPTY
-    for v in gl.static_range(V):
-        found += (keys[v] >= (last & -V)).to(gl.int32)
-        next_key = gl.maximum(next_key, gl.where(keys[v] < last, keys[v], _EMPTY))
-    flag = gl.convert_layout(found, thread) > K + 1
+    next_key, crowded = runner_up(keys, last, V, V - 1)
+    flag = gl.convert_layout(crowded, thread)
 
     row = base + gl.arange(0, B, layout=thread)
     inside = row < T
@@ -387,13 +400,11 @@ def _gate(
         else:
             best = merge_descending(best, some, 8)
     last = best[K - 1]
-    found = last * 0
-    next_key = last * 0 + _EMPTY
+    keys = ()
     for k in gl.static_range(K):
-        for i in gl.static_range(4):
-            found += (tiles[k][i] >= (last & -P)).to(gl.int32)
-            next_key = gl.maximum(next_key, gl.where(tiles[k][i] < last, tiles[k][i], _EMPTY))
-    flag = flag | (gl.convert_layout(found, thread) > K + 1)
+        keys += tiles[k]
+    next_key, crowded = runner_up(keys, last, 4 * K, P - 1)
+    flag = flag | gl.convert_layout(crowded, thread)
 
     # Keys that agree in all but the low bits may stand in the wrong order, the runner-up too: one
     # pass of exchanges of neighbours by the exact values, then a check.
