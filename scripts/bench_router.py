@@ -4,6 +4,7 @@
     python scripts/bench_router.py --shapes 0,5     two of them
     python scripts/bench_router.py --tune           other plans of the gating kernel, timed
     python scripts/bench_router.py --rounding       token rounding beside plain top-K
+    python scripts/bench_router.py --kernels        each kernel of the forward and backward alone
 
 Two clocks. `graph`: a CUDA graph of several calls on different inputs, longer together than the L2
 cache, divided by their number: what the GPU needs. `eager`: calls in a row without a graph, which
@@ -284,6 +285,32 @@ def bench_rounding(shapes: list[tuple[int, int, int]]) -> list[dict]:
     return rows
 
 
+def bench_kernels(shapes: list[tuple[int, int, int]]) -> list[dict]:
+    """Mean microseconds of each kernel, by the profiler, over cold inputs."""
+    rows = []
+    for T, E, K in shapes:
+        z = [x.requires_grad_() for x in inputs(T, E)]
+
+        def step(x, K=K):
+            gating, _ = topk_routing(x, K)
+            loss = gating.gate_TK.sum() + gating.lse_T.sum() + gating.prob_sum_E.sum()
+            torch.autograd.grad(loss, x)
+
+        for x in z[:3]:
+            step(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for x in z:
+                step(x)
+            torch.cuda.synchronize()
+        for event in profile.key_averages():
+            us = event.device_time_total / max(event.count, 1)
+            name = event.key.split("(")[0][:60]
+            if us and "at::" not in name and "Mem" not in name:
+                print(f"{T:7d} {E:4d} {K:3d}  {name:32s} {us:8.1f} us", flush=True)
+                rows.append({"T": T, "E": E, "K": K, "kernel": name, "us": us})
+    return rows
+
+
 def plot(rows: list[dict], path: Path) -> None:
     """Speed over the two baselines, and the share of the copy's bandwidth."""
     import matplotlib
@@ -318,6 +345,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="all", help=f"numbers 0 to {len(SHAPES) - 1}, or all")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--rounding", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_router"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -328,8 +356,9 @@ def main() -> None:
     peak = copy_gbs(1 << 30)
     print(f"{card}, torch {torch.__version__}, copy of 1 GiB: {peak:.0f} GB/s (read + written)")
     print("forward bytes 4TE + 20TK + 4T, backward bytes 8TE + 12TK, K experts of E, T tokens")
-    kind = "tune" if args.tune else "rounding" if args.rounding else "router"
-    rows = {"tune": tune, "rounding": bench_rounding, "router": bench}[kind](shapes)
+    kinds = {"tune": tune, "rounding": bench_rounding, "kernels": bench_kernels, "router": bench}
+    kind = next(name for name in kinds if name == "router" or getattr(args, name))
+    rows = kinds[kind](shapes)
     args.out.mkdir(parents=True, exist_ok=True)
     result = {"card": card, "torch": torch.__version__, "copy_gbs": peak, "rows": rows}
     (args.out / f"{kind}.json").write_text(json.dumps(result, indent=1))

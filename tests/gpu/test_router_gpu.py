@@ -97,24 +97,29 @@ HOPPER = {  # T, E, k and the form
     "64 experts": (16411, 64, 8, {"norm": "none", "scale": 2.5}),
     "256 experts": (5000, 256, 4, {"norm": "softmax_topk"}),
     "padded experts": (11001, 96, 2, {}),
+    "200 experts": (8200, 200, 7, {}),
+    "256 experts of 8": (5001, 256, 8, {"score": "sigmoid"}),
+    "3 of 128": (8192, 128, 3, {}),
     "sigmoid": (9000, 128, 8, {"score": "sigmoid"}),
     "identity": (9000, 128, 8, {"score": "identity", "norm": "none"}),
     "valid": (9001, 128, 8, {"score": "sqrtsoftplus", "valid_T": True}),
 }
 
 
-@pytest.mark.parametrize("logits", ["random", "special", "ties", "equal", "strided"])
+@pytest.mark.parametrize("logits", ["random", "special", "ties", "equal", "skewed", "strided"])
 @pytest.mark.parametrize("case", HOPPER)
 def test_on_hopper(case, logits):
     """The kernels of `moe.kernels.hopper.gating`, and that they are taken."""
     T, E, k, form = HOPPER[case]
-    if logits != "random" and case not in ("plain", "valid", "sigmoid"):
+    if logits not in ("random", "skewed") and case not in ("plain", "valid", "sigmoid"):
         pytest.skip("one kernel of each kind is enough")
     z = torch.randn(T, E + 20, device=CUDA)[:, :E]
     if logits == "ties":
         z = (z * 4).round() / 4
     if logits == "equal":
         z = torch.zeros_like(z)
+    if logits == "skewed":
+        z += 6 * torch.randn(E, device=CUDA)
     if logits != "strided":
         z = z.contiguous()
     if logits == "special":
@@ -283,6 +288,22 @@ def test_metadata(S, E):
             assert torch.equal(x, y), name
 
 
+@pytest.mark.parametrize("S", [31, 700, 4097, 70000])
+@pytest.mark.parametrize("E", [2, 3, 4])
+def test_metadata_of_few_experts(S, E):
+    """By one program and by several; expert ids as they come, and all the same."""
+    ids = torch.randint(-1, E, (S,), device=CUDA, dtype=torch.int32)
+    for chosen in (ids, torch.full_like(ids, E - 1)):
+        poison()
+        a = routing_metadata(chosen, E, slots_per_token=1, backend="reference")
+        b = routing_metadata(chosen, E, slots_per_token=1)
+        for name, x, y in zip(a._fields, a, b):
+            assert torch.equal(x, y), name
+        a = tile_schedule(b.offsets_E1, 64, S, backend="reference")
+        for name, x, y in zip(a._fields, a, tile_schedule(b.offsets_E1, 64, S)):
+            assert torch.equal(x, y), name
+
+
 # --------------------------------------------------------------------------------- token rounding
 
 
@@ -335,6 +356,17 @@ def test_rounding_forms(renorm, score, norm):
     r, _ = compare_rounding(z, 3, config, score, norm, valid)
     rows = r.token_R[: int(r.offsets_E1[-1])].long()
     assert valid[rows].all()
+
+
+@pytest.mark.parametrize(("E", "k"), [(2, 1), (2, 2), (3, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("T", [96, 1500])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rounding_of_few_experts(T, E, k, masked):
+    z = torch.randn(T, E, device=CUDA)
+    valid = torch.rand(T, device=CUDA) > 0.3 if masked else None
+    for variant in ("nearest", "systematic"):
+        config = RoundingConfig(variant=variant, tile=32, min_mean_tiles=0.0)
+        compare_rounding(z, k, config, valid=valid)
 
 
 def test_rounding_of_ties():
