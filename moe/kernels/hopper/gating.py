@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._networks import merge_descending, runner_up, sort_descending, top_of
-from moe.kernels._triton import cdiv, launch, next_power_of_2, triton
+from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
 from moe.kernels.hopper._device import barrier, gl, gluon
 from moe.kernels.hopper.placing import place_pairs
 from moe.kernels.topk_gating import (
@@ -334,6 +334,7 @@ def _gate(
     prob_sum = gl.convert_layout(gl.sum(prob_part, axis=0), gl.SliceLayout(0, layout))
 
     # ---------------------------------------------------------------------- rows, one a thread
+    tl.extra.cuda.gdc_launch_dependents()
     keys = _vectors(keys_s.load(thread_layout(V, W)), V)
     top = top_of(keys, V, 8, EMPTY_KEY)
     last = top[K - 1]

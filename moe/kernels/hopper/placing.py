@@ -7,6 +7,9 @@
             write neighbouring rows: row → slot and row → token, by the sector where scattered pairs
             write a sector for each number. Pairs behind those few are left to the first way.
 
+Both kernels are launched while the one before still runs, and wait at their head until it has
+ended and its writes are seen (programmatic dependent launch): that hides the time of a launch.
+
 Plain Triton: the interpreter runs it too.
 
 Shape letters: T tokens, E experts (P: padded), K experts per token, B tiles of 32 G tokens, R rows.
@@ -25,9 +28,12 @@ from moe.kernels.routing_metadata import clear_tail, popcount
 @triton.jit(do_not_specialize=["tiles"])
 def _sum(
     tile_counts, tile_prob, tile_odd, counts, prob_sum, odd, before, tiles,
-    E: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr,
+    E: tl.constexpr, P: tl.constexpr, BT: tl.constexpr, PREFIX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Of one expert: sums over all tiles, and (PREFIX) its pairs before each tile."""
+    if ASM:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     e = tl.program_id(0)
     total = 0
     prob = 0.0
@@ -69,6 +75,8 @@ def _place(
     ITEMS: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The rows of the pairs of one tile."""
+    if ASM:
+        tl.extra.cuda.gdc_wait()
     TOKENS: tl.constexpr = 32 * GROUPS
     b = tl.program_id(0)
     column = tl.arange(0, P)
@@ -166,7 +174,8 @@ def place_pairs(
     before = torch.empty(tiles, padded, **i32) if metadata else counts
     launch(_sum, (E,),
         tile_counts, tile_prob, tile_odd, counts, prob_sum, odd, before, tiles,
-        E=E, P=padded, BT=min(1024, next_power_of_2(tiles)), PREFIX=metadata, num_warps=4,
+        E=E, P=padded, BT=min(1024, next_power_of_2(tiles)), PREFIX=metadata,
+        ASM=not INTERPRET, num_warps=4, launch_pdl=not INTERPRET,
     )  # fmt: skip
     if not metadata:
         return counts, prob_sum, odd
@@ -177,5 +186,6 @@ def place_pairs(
         expert_TK, words, counts, before, offsets, row_S, slot_R, token_R, T,
         E=E, K=k, KP=wide, P=padded, GROUPS=words.shape[0] // tiles,
         ITEMS=max(2, 64 * wide // padded), CLEAR=clear, ASM=not INTERPRET, num_warps=4,
+        launch_pdl=not INTERPRET,
     )  # fmt: skip
     return counts, prob_sum, odd, offsets, row_S, slot_R, token_R
