@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._networks import merge_descending, runner_up, sort_descending, top_of
-from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
+from moe.kernels._triton import cdiv, launch, next_power_of_2, tl
 from moe.kernels.hopper._device import barrier, gl, gluon
 from moe.kernels.hopper.placing import place_pairs
 from moe.kernels.topk_gating import (
@@ -61,8 +61,8 @@ def rows_layout(V: int, ROWS: int, num_warps: int) -> gl.BlockedLayout:
 
 
 @gluon.constexpr_function
-def sums_layout(V: int, ROWS: int, num_warps: int) -> gl.BlockedLayout:
-    """[N, V]: the rows of `rows_layout` in the same warps, 8 values a thread."""
+def sums_layout(V: int, num_warps: int) -> gl.BlockedLayout:
+    """[N, V]: 8 values a thread, each row in the warp that has it in `rows_layout`."""
     lanes = V // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
@@ -272,7 +272,7 @@ def _gate(
     P: gl.constexpr = 4 * V
     layout: gl.constexpr = rows_layout(V, ROWS, W)
     row_layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
-    sums: gl.constexpr = sums_layout(V, ROWS, W)
+    sums: gl.constexpr = sums_layout(V, W)
     vector: gl.constexpr = thread_layout(4, W)
     thread: gl.constexpr = gl.SliceLayout(1, vector)
     keys_s = gl.allocate_shared_memory(gl.int32, [B, V], swizzle(V))
