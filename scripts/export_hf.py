@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
             overwrite=options.overwrite,
             progress=lambda done, all_: print(f"{done / 1e9:.2f} of {all_ / 1e9:.2f} GB"),
         )
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, CheckpointError, OSError) as error:
         fail(error)
     print(
         f"{exported.folder}: {config.family}, {exported.tensors} tensors in "

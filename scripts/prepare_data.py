@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{given.out}: {count} documents, {given.out.stat().st_size:,} bytes")
             return 0
         prepare(given)
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ValidationError as error:

@@ -159,10 +159,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         record = read_run(options.run)
-    except ValueError as error:
+        out = options.out or options.run / "report.html"
+        out.write_text(render(record), encoding="utf-8")
+    except (ValueError, OSError) as error:
         fail(error)
-    out = options.out or options.run / "report.html"
-    out.write_text(render(record), encoding="utf-8")
     print(" | ".join(f"{name} {value}" for value, name in cards(record, unigram_entropy(record))))
     for finding in findings(record):
         print(f"{finding.level}: {finding.seen}\n  → {finding.remedy}")

@@ -406,10 +406,10 @@ def main(arguments: list[str] | None = None) -> int:
             sweep = read_sweep(path)
             seeds = sweep.seeds if given is None else given
             sweeps.append((path, sweep, plan_runs(path, sweep, words, seeds)))
-    except ConfigError as error:
+        out = options.out.resolve()
+        (out / "runs").mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError) as error:
         fail(error)
-    out = options.out.resolve()
-    (out / "runs").mkdir(parents=True, exist_ok=True)
 
     unique: dict[str, Run] = {}
     for _, _, runs in sweeps:

@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"changed:  loss {receipt['loss_changed']:.7f} after --drop and --noise")
     try:
         exported = export_hf(model, options.out, dtype=options.dtype, tokenizer_dir=tokenizer)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)
     (exported.folder / "upcycle.json").write_text(json.dumps(receipt, indent=2) + "\n")
     print(f"{exported.folder}: {model.config.family}, {exported.bytes / 1e6:,.1f} MB")

@@ -27,7 +27,9 @@ class ConfigError(ValueError):
 
 def fail(error: Exception) -> NoReturn:
     """End the program because of a mistake of the user's: one line, exit code 2."""
-    print(f"error: {error}", file=sys.stderr)
+    at = getattr(error, "filename", None)  # of an OSError
+    told = f"{at}: {error.strerror}" if at else error
+    print(f"error: {told}", file=sys.stderr)
     raise SystemExit(2)
 
 

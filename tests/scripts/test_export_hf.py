@@ -91,6 +91,7 @@ def test_mistakes_are_one_line_and_exit_2(script, trained, tmp_path, capsys):
         ([str(tmp_path / "nowhere"), str(out)], "does not exist"),
         ([str(out), str(tmp_path / "two")], "is a Hugging Face folder already"),
         ([str(trained), str(tmp_path / "two"), "--max-shard-size", "big"], "max_shard_size='big'"),
+        ([str(trained), str(out / "config.json" / "x")], "config.json: File exists"),
     ]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:

@@ -101,6 +101,7 @@ def test_through_datasets(tmp_path: Path, capsys) -> None:
         (["a.jsonl", "--out", "store", "--tokenizer", "tok", "--split", "x"], "only with hub"),
         (["a.jsonl", "--out", "store", "--train-tokenizer", "9"], "greater than or equal to 260"),
         (["empty.jsonl", "--out", "store", "--tokenizer", "tok"], "no documents in the inputs"),
+        (["a.jsonl", "--out", "a.jsonl/store", "--tokenizer", "tok"], "Not a directory"),
         (["--corpus", "hamlet", "--out", "x"], "known are moby-dick, sotu"),
     ],
 )

@@ -214,6 +214,12 @@ def test_a_folder_without_runs_is_an_error(sweep, tiny_sweep, tmp_path, capsys):
     assert f"--also {tmp_path} holds no folder runs" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_an_error(sweep, tiny_sweep, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main([str(tiny_sweep), "--out", str(tiny_sweep / "out")])
+    assert capsys.readouterr().err == f"error: {tiny_sweep}/out/runs: Not a directory\n"
+
+
 def test_an_unreadable_file_is_an_error(sweep, tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         sweep.read_sweep(tmp_path / "none.yaml")

@@ -132,6 +132,14 @@ def test_mistakes_end_with_2(script, dense, tmp_path, capsys, words, message):
     assert message in text and "\n" not in text.strip()
 
 
+def test_a_folder_that_cannot_be_made_ends_with_2(script, dense, tmp_path, capsys):
+    out = dense / "config.json" / "out"
+    with pytest.raises(SystemExit) as caught:
+        script("upcycle").main([str(dense), str(out), "--experts", "4", "--top-k", "2"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {out.parent}: File exists\n"
+
+
 def test_other_models_are_refused(script, dense, tmp_path, capsys):
     config = json.loads((dense / "config.json").read_text())
     (dense / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
