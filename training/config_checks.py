@@ -7,7 +7,7 @@ everything out, loads again. Used by training/config.py; nothing here needs PyTo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from training.config_load import ConfigError, shown
@@ -37,21 +37,49 @@ def router_defaults(config: Config) -> dict[str, Any]:
     return {"score": score, "bias_update": update, "balance_coef": coef}
 
 
-# (in what circumstance they do nothing, whether it holds, the settings)
+# What does nothing while another setting is empty, none or zero.
+_UNSET = {
+    "router.rounding": "router.rounding_tile router.rounding_min_tiles router.rounding_max_tiles "
+    "router.rounding_min_mean_tiles router.rounding_protect_top1 router.rounding_renorm "
+    "router.rounding_dropped_grad",
+    "router.balance_coef": "router.balance_form",
+    "model.moe_expert_widths": "router.balance_load",
+    "router.capacity_factor": "router.capacity_drop",
+    "router.bias_update": "router.bias_rate router.bias_ema router.bias_freeze_at router.min_load "
+    "router.calibrate_bias",
+    "router.sample_temperature": "router.sample_until",
+    "router.top_k_schedule": "router.top_k_start router.top_k_ramp router.top_k_levels "
+    "router.soft_k",
+    "train.sparse_density": "train.sparse_method train.sparse_block train.sparse_start "
+    "train.sparse_every train.sparse_end train.sparse_until train.sparse_regrow",
+    "surgery.policy": "surgery.every surgery.dry_run surgery.retire_below surgery.retire_after "
+    "surgery.cooldown",
+    "checkpoint.every_steps": "checkpoint.keep_last",  # there is only one
+    "eval.every_steps": "eval.batches eval.sample_prompt eval.sample_tokens",
+    "eval.sample_prompt": "eval.sample_tokens",
+}
+# What works with one value of another setting alone.
+_ONLY_WITH = (
+    ("router.score", "relu", "router.relu_most"),
+    ("router.bias_update", "min_load", "router.min_load"),
+    ("router.bias_update", "quantile", "router.bias_ema"),
+    ("router.gradient", "default", "router.default_fill"),
+    ("router.top_k_schedule", "steps", "router.top_k_levels"),
+    ("surgery.policy", "resize", "surgery.clone_above surgery.min_experts surgery.max_experts"),
+)
+# What does nothing with one value of another setting, and why.
+_NOT_WITH = (
+    ("router.balance_scope", "sequence", ", which is a switch loss", "router.balance_form"),
+    ("router.bias_update", "quantile", ", which has no rate", "router.bias_rate"),
+    ("router.top_k_schedule", "steps", ", which has router.top_k_levels", "router.top_k_ramp"),
+    ("train.sparse_method", "straight_through", "", "train.sparse_regrow"),
+    ("optim.schedule", "constant", "", "optim.decay_fraction optim.min_lr_ratio"),
+    ("optim.schedule", "cosine", ", which decays from the warm-up on", "optim.decay_fraction"),
+    ("optim.schedule", "linear", ", which decays from the warm-up on", "optim.decay_fraction"),
+    ("log.wandb", "off", "", "log.wandb_project"),
+)
+# The rest: (in what circumstance they do nothing, whether it holds, the settings).
 _USELESS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
-    (
-        "while router.rounding=none",
-        lambda c: c.router.rounding == "none",
-        "router.rounding_tile router.rounding_min_tiles router.rounding_max_tiles "
-        "router.rounding_min_mean_tiles router.rounding_protect_top1 router.rounding_renorm "
-        "router.rounding_dropped_grad",
-    ),
-    ("while router.balance_coef=0", lambda c: c.router.balance_coef == 0, "router.balance_form"),
-    (
-        "without model.moe_expert_widths",
-        lambda c: c.model.config.moe_expert_widths is None,
-        "router.balance_load",
-    ),
     (
         "while router.balance_coef=0 and router.bias_update=none",
         lambda c: c.router.balance_coef == 0 and c.router.bias_update == "none",
@@ -61,17 +89,6 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "while router.balance_coef=0",
         lambda c: c.router.balance_coef == 0 and c.router.score != "relu",
         "router.balance_scope",
-    ),
-    ("with another router.score than relu", lambda c: c.router.score != "relu", "router.relu_most"),
-    (
-        "with router.balance_scope=sequence, which is a switch loss",
-        lambda c: c.router.balance_scope == "sequence",
-        "router.balance_form",
-    ),
-    (
-        "without router.capacity_factor",
-        lambda c: c.router.capacity_factor is None,
-        "router.capacity_drop",
     ),
     (
         "once router.freeze_at=1 freezes the routers before the first step",
@@ -84,71 +101,14 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "router.gradient router.rounding_dropped_grad",
     ),
     (
-        "while router.bias_update=none",
-        lambda c: c.router.bias_update == "none",
-        "router.bias_rate router.bias_ema router.bias_freeze_at router.min_load "
-        "router.calibrate_bias",
-    ),
-    (
-        "with router.bias_update=quantile, which has no rate",
-        lambda c: c.router.bias_update == "quantile",
-        "router.bias_rate",
-    ),
-    (
-        "with another router.bias_update than min_load",
-        lambda c: c.router.bias_update != "min_load",
-        "router.min_load",
-    ),
-    (
-        "with another router.bias_update than quantile",
-        lambda c: c.router.bias_update != "quantile",
-        "router.bias_ema",
-    ),
-    (
         "when a token takes all experts",
         lambda c: c.model.config.num_experts == c.model.config.num_experts_per_tok,
         "router.gradient",
     ),
     (
-        "while router.gradient is not default",
-        lambda c: c.router.gradient != "default",
-        "router.default_fill",
-    ),
-    (
         "without mean outputs (router.gradient or router.rounding_dropped_grad: default)",
         lambda c: "default" not in (c.router.gradient, c.router.rounding_dropped_grad),
         "router.default_decay",
-    ),
-    (
-        "while router.sample_temperature=0",
-        lambda c: c.router.sample_temperature == 0,
-        "router.sample_until",
-    ),
-    (
-        "while router.top_k_schedule=none",
-        lambda c: c.router.top_k_schedule == "none",
-        "router.top_k_start router.top_k_ramp router.top_k_levels router.soft_k",
-    ),
-    (
-        "with router.top_k_schedule=steps, which has router.top_k_levels",
-        lambda c: c.router.top_k_schedule == "steps",
-        "router.top_k_ramp",
-    ),
-    (
-        "without router.top_k_schedule=steps",
-        lambda c: c.router.top_k_schedule != "steps",
-        "router.top_k_levels",
-    ),
-    (
-        "without train.sparse_density",
-        lambda c: c.train.sparse_density is None,
-        "train.sparse_method train.sparse_block train.sparse_start train.sparse_every "
-        "train.sparse_end train.sparse_until train.sparse_regrow",
-    ),
-    (
-        "with train.sparse_method=straight_through",
-        lambda c: c.train.sparse_method == "straight_through",
-        "train.sparse_regrow",
     ),
     (
         "without surgery.events or surgery.policy",
@@ -172,60 +132,48 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "surgery.importance surgery.importance_decay",
     ),
     (
-        "while surgery.policy=none",
-        lambda c: c.surgery.policy == "none",
-        "surgery.every surgery.dry_run surgery.retire_below surgery.retire_after surgery.cooldown",
-    ),
-    (
-        "with another surgery.policy than resize",
-        lambda c: c.surgery.policy != "resize",
-        "surgery.clone_above surgery.min_experts surgery.max_experts",
-    ),
-    (
-        "with optim.schedule=constant",
-        lambda c: c.optim.schedule == "constant",
-        "optim.decay_fraction optim.min_lr_ratio",
-    ),
-    (
-        "with optim.schedule=cosine or linear, which decay from the end of warm-up on",
-        lambda c: c.optim.schedule in ("cosine", "linear"),
-        "optim.decay_fraction",
-    ),
-    (
-        "without checkpoint.every_steps, as there is only one checkpoint",
-        lambda c: c.checkpoint.every_steps is None,
-        "checkpoint.keep_last",
-    ),
-    (
-        "without eval.every_steps",
-        lambda c: c.eval.every_steps is None,
-        "eval.batches eval.sample_prompt eval.sample_tokens",
-    ),
-    (
         "without text to validate on (data.validation_sources or data.validation_fraction)",
         lambda c: not c.data.validation_sources and not c.data.validation_fraction,
         "eval.batches",
     ),
-    ("without eval.sample_prompt", lambda c: c.eval.sample_prompt is None, "eval.sample_tokens"),
-    ("with log.wandb=off", lambda c: c.log.wandb == "off", "log.wandb_project"),
 )
 
 
-def _field(config: Config, place: str) -> tuple[Any, Any]:
-    """Value and default of section.key."""
+def _value(config: Config, place: str) -> Any:
+    """Value of section.key; the architecture's keys are right under model."""
+    section, key = place.split(".")
+    return getattr(config.model.config if section == "model" else getattr(config, section), key)
+
+
+def _default(config: Config, place: str) -> Any:
+    """Default of section.key, outside of the architecture."""
     section, key = place.split(".")
     field = type(getattr(config, section)).model_fields[key]
-    return getattr(getattr(config, section), key), field.get_default(call_default_factory=True)
+    return field.get_default(call_default_factory=True)
+
+
+def _idle(config: Config) -> Iterator[tuple[str, str]]:
+    """(in what circumstance that holds here, the settings that then do nothing)."""
+    for place, places in _UNSET.items():
+        value = _value(config, place)
+        if value in (None, "none", 0):
+            unset = f"without {place}" if value is None else f"while {place}={value or 0}"
+            yield unset, places
+    for place, only, places in _ONLY_WITH:
+        if _value(config, place) != only:
+            yield f"with another {place} than {only}", places
+    for place, wrong, why, places in _NOT_WITH:
+        if _value(config, place) == wrong:
+            yield f"with {place}={wrong}{why}", places
+    yield from ((reason, places) for reason, holds, places in _USELESS if holds(config))
 
 
 def refuse_useless(config: Config) -> None:
     """ValueError for a setting that another one makes useless and that is not at its default."""
-    for reason, holds, places in _USELESS:
-        if not holds(config):
-            continue
+    for reason, places in _idle(config):
         for place in places.split():
-            value, default = _field(config, place)
-            if value != default:
+            value = _value(config, place)
+            if value != _default(config, place):
                 raise ValueError(f"{place}={shown(value)} has no effect {reason}; leave it out")
 
 
@@ -505,7 +453,7 @@ def check_states(config: Config, dtype: str, world_size: int) -> None:
     """ConfigError for narrow optimizer states where there are none: of a model that is not narrow
     itself, and under the sharding engines, whose AdamW is their own."""
     for place in ("optim.weights", "optim.moments"):
-        value, default = _field(config, place)
+        value, default = _value(config, place), _default(config, place)
         if value == default:
             continue
         if world_size > 1:
