@@ -508,10 +508,12 @@ class MasterAdamW:
             for name, master in flat.pieces(flat.master).items():
                 parameter = flat.group.parameters[name]
                 parameter.data = master.view(parameter.shape)
-        yield
-        for parameter, data in own:
-            parameter.data = data
-        self.loaded()
+        try:
+            yield
+        finally:
+            for parameter, data in own:
+                parameter.data = data
+            self.loaded()
 
     @torch.no_grad()
     def loaded(self) -> None:

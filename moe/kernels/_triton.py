@@ -185,9 +185,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     Triton binds, classifies and hashes every argument and checks every global at each launch, which
     takes longer than a small kernel runs. Here the compiled kernel is kept by the classes of its
-    arguments and started without its runner, with addresses in place of tensors, which Triton would
-    ask for theirs and the driver about each. Compile-time constants must be given by keyword, all
-    other arguments by position.
+    arguments and started without its runner, with addresses in place of tensors on a GPU, which
+    Triton would ask for theirs and the driver about each. What lies elsewhere is left to Triton,
+    which refuses memory that a kernel cannot reach. Compile-time constants must be given by
+    keyword, all other arguments by position.
     """
     if INTERPRET or not torch.cuda.is_initialized():
         kernel[grid](*args, **options)
@@ -197,9 +198,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     values: list[Any] = [*args]
     for i, a in enumerate(args):
         if isinstance(a, Tensor):
-            values[i] = address = a.data_ptr()
-            aligned = address & 15 == 0
-            key.append(a.dtype if aligned and a.is_cuda else (a.dtype, aligned, a.is_cuda))
+            address = a.data_ptr()
+            if a.is_cuda:
+                values[i] = address
+            key.append(a.dtype if address & 15 == 0 else (a.dtype, False))
         elif type(a) is int:  # one, a multiple of 16, more than 32 bits
             key.append((a == 1) + 2 * (a & 15 == 0) + 4 * (a.bit_length() > 31))
         elif a is None or type(a) is float:

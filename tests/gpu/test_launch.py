@@ -51,9 +51,13 @@ def test_the_second_launch_asks_triton_for_nothing(monkeypatch):
 
 def test_a_tensor_of_the_cpu_is_refused_by_a_kept_kernel_too():
     x = torch.ones(64, device="cuda")
-    launch(_scale_kernel, (1,), x, x, 64, 2, BLOCK=64, TWICE=False)
-    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
-        launch(_scale_kernel, (1,), x, x.cpu(), 64, 2, BLOCK=64, TWICE=False)
+    pinned = torch.zeros(64).pin_memory()
+    for out in (x, pinned):
+        launch(_scale_kernel, (1,), x, out, 64, 2, BLOCK=64, TWICE=False)
+        with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+            launch(_scale_kernel, (1,), x, x.cpu(), 64, 2, BLOCK=64, TWICE=False)
+    torch.cuda.synchronize()
+    assert (pinned == 4).all()
 
 
 def test_constants_by_position_are_refused():

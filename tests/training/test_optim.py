@@ -233,6 +233,37 @@ def test_bfloat16_weights_move_by_their_float32_masters():
     assert torch.equal(weight.detach(), master.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", [States(), NARROW])
+@pytest.mark.parametrize("fails", [False, True])
+def test_masters_are_filled_through_the_model(dtype, states, fails):
+    """Tied and frozen weights too; and the parameters are themselves again, whatever happens."""
+    model = Model(dtype, tied=True)
+    model.norm.requires_grad_(False)
+    optimizer = build(model, states=states)
+    before = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    value = 1 / 3  # on no grid
+    try:
+        with optimizer.master_weights(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+            if fails:
+                raise ValueError("a file that does not fit")
+    except ValueError:
+        assert fails
+    assert before == {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    assert model.head.weight is model.embed.weight
+    tensors = optimizer.tensors()
+    for name, parameter in model.named_parameters():
+        assert (parameter == torch.tensor(value).to(parameter.dtype)).all(), name
+        if parameter.requires_grad:
+            master = tensors[f"weights/{name}"]
+            assert (master == torch.tensor(value).to(master.dtype)).all(), name
+    fill_gradients(model)
+    assert optimizer.step(0.01).grad_norm > 0
+    assert not torch.equal(model.head.weight, torch.full_like(model.head.weight, value))
+
+
 def test_narrow_states_are_those_of_bfloat16_parameters_alone():
     model = Model(torch.bfloat16)
     optimizer = build(model, states=NARROW, seed=3)

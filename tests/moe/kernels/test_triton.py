@@ -102,34 +102,38 @@ class _Kernel:
         self.calls.append(("kept", args))
 
 
+class _OnGpu(torch.Tensor):
+    is_cuda = True
+
+
 def test_a_kept_kernel_is_started_with_addresses(monkeypatch):
-    """Unless a profiler of Triton listens: it is told by Triton's own runner."""
+    """Of what lies on a GPU; and not if a profiler listens: it is told by Triton's own runner."""
     monkeypatch.setattr(_triton, "INTERPRET", False)
     monkeypatch.setattr(_triton, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    kernel, x = _Kernel(), torch.zeros(4)
+    kernel, x, on_host = _Kernel(), torch.zeros(4).as_subclass(_OnGpu), torch.zeros(4)
     options = {"N": 8, "num_warps": 4}
-    for n in (5, 6):
-        _triton.launch(kernel, (3,), x, n, **options)
-    address = x.data_ptr()
-    nothing = (None, None, None)
+    for tensor, n in ((x, 5), (x, 6), (on_host, 7)):
+        _triton.launch(kernel, (3,), tensor, n, **options)
+    start = (3, 1, 1, 7, "function", "metadata", None, None, None)
     assert kernel.calls == [
         ("whole", (3,), (x, 5), options),
-        ("kept", (3, 1, 1, 7, "function", "metadata", *nothing, address, 6, 8)),
+        ("kept", (*start, x.data_ptr(), 6, 8)),
+        ("kept", (*start, on_host, 7, 8)),  # Triton looks whether the card can reach it
     ]
     hook = [print]
     monkeypatch.setattr(
         triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=hook), raising=False
     )
     _triton.launch(kernel, (3,), x, 5, **options)
-    assert kernel.calls[2] == ("whole", (3, 1, 1), (x, 5, 8), {})
+    assert kernel.calls[3] == ("whole", (3, 1, 1), (x, 5, 8), {})
     hook.clear()
     _triton.launch(kernel, (3,), x, 16, **options)  # another class: a multiple of 16
     _triton.launch(kernel, (3,), x, 16, **{**options, "N": 9})
     _triton.launch(kernel, (3,), torch.zeros(5)[1:], 5, **options)  # and another alignment
-    assert [kind for kind, *_ in kernel.calls[3:]] == ["whole"] * 3
+    assert [kind for kind, *_ in kernel.calls[4:]] == ["whole"] * 3
 
 
 def test_works_without_triton():
