@@ -27,6 +27,20 @@ Family = Literal["qwen3_moe", "olmoe", "mixtral", "glm4_moe"]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 
+
+class Strict(BaseModel):
+    """No unknown keys, no silent conversions, no changes after it is made."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
 # Values that transformers (4.57 and 5.x agree) takes for keys missing from a config.json. A key
 # that is in no dict of a family is not a field of that family. None: no fixed default, derived in
 # `_derive`.
@@ -125,7 +139,7 @@ _HF_TOKEN_IDS: dict[str, dict[str, int]] = {
 }
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Strict):
     """Architecture of one decoder-only MoE model; field names and defaults are the family's in
     transformers.
 
@@ -133,15 +147,6 @@ class ModelConfig(BaseModel):
     must be left out. After construction every field that the family has holds its value. ValueError
     (pydantic's) names key, value and what is allowed.
     """
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
 
     family: Family
     """Which transformers model this is; fixes the attention variant and the router."""

@@ -111,18 +111,24 @@ class RouterControl:
     falls otherwise (ReMoE, arXiv 2412.14711)."""
 
     def __post_init__(self) -> None:
-        if self.bias_update not in BIAS_UPDATES:
-            raise ValueError(
-                f"bias_update={self.bias_update!r} is unknown; allowed: {', '.join(BIAS_UPDATES)}"
-            )
-        if not (math.isfinite(self.bias_rate) and self.bias_rate > 0):
-            raise ValueError(f"bias_rate={self.bias_rate} must be a finite number above 0")
-        if not 0 < self.min_load < 1:
-            raise ValueError(f"min_load={self.min_load} must be above 0 and below 1")
-        for name in ("bias_ema", "ema"):
+        for name, words in (
+            ("bias_update", BIAS_UPDATES),
+            ("capacity_drop", DROPS),
+            ("gradient", GRADIENTS),
+            ("default_fill", FILLS),
+        ):
+            if (word := getattr(self, name)) not in words:
+                raise ValueError(f"{name}={word!r} is unknown; allowed: {', '.join(words)}")
+        for name, least in (("bias_rate", 0), ("capacity", 0), ("l1_start", 0), ("l1_factor", 1)):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > least):
+                raise ValueError(f"{name}={value} must be a finite number above {least}")
+        for name in ("bias_ema", "ema", "default_decay"):
             decay = getattr(self, name)
             if decay is not None and not 0 <= decay < 1:
                 raise ValueError(f"{name}={decay} must be at least 0 and below 1")
+        if not 0 < self.min_load < 1:
+            raise ValueError(f"min_load={self.min_load} must be above 0 and below 1")
         if self.bias_targets is not None and not all(
             math.isfinite(share) and share > 0 for share in self.bias_targets
         ):
@@ -131,26 +137,8 @@ class RouterControl:
             raise ValueError(
                 f"bias_anneal={self.bias_anneal} must be two steps, the first before the second"
             )
-
         if self.sample_until is not None and self.sample_until < 1:
             raise ValueError(f"sample_until={self.sample_until} must be a step, 1 or more")
-        if self.capacity is not None and not (math.isfinite(self.capacity) and self.capacity > 0):
-            raise ValueError(f"capacity={self.capacity} must be a finite number above 0, or None")
-        if self.capacity_drop not in DROPS:
-            raise ValueError(
-                f"capacity_drop={self.capacity_drop!r} is unknown; allowed: {', '.join(DROPS)}"
-            )
-        for name, allowed in (("gradient", GRADIENTS), ("default_fill", FILLS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(allowed)}"
-                )
-        if not 0 <= self.default_decay < 1:
-            raise ValueError(f"default_decay={self.default_decay} must be at least 0 and below 1")
-        if self.l1_start is not None and not (math.isfinite(self.l1_start) and self.l1_start > 0):
-            raise ValueError(f"l1_start={self.l1_start} must be a finite number above 0, or None")
-        if not (math.isfinite(self.l1_factor) and self.l1_factor > 1):
-            raise ValueError(f"l1_factor={self.l1_factor} must be a finite number above 1")
 
     @property
     def stateful(self) -> bool:

@@ -169,13 +169,10 @@ def joined(timeout_s: float = 600.0) -> World:
     )
 
 
-def shutdown(world: World, failed: bool = False) -> None:
-    """Leave the process groups; after a failure without waiting, as the others may never answer."""
+def shutdown(world: World) -> None:
+    """Leave the process groups together. Not after a failure: the others may never answer, and the
+    launcher ends them when this process exits."""
     if world.size == 1 or not dist.is_initialized():
-        return
-    if failed:
-        # destroy_process_group would wait for collectives that the other processes never join; the
-        # launcher ends them when this process exits.
         return
     dist.barrier(group=world.control)
     dist.destroy_process_group()

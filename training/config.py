@@ -30,9 +30,8 @@ from pydantic import (
     model_validator,
 )
 
-from models.config import ModelConfig, read_config_json
+from models.config import Count, ModelConfig, Positive, Strict, read_config_json
 from models.config_hf import fields_from_hf
-from training.config_base import Count, Fraction, Positive, Section
 from training.config_checks import (
     check_combinations,
     check_graph,
@@ -75,8 +74,10 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
-class RunConfig(Section):
+
+class RunConfig(Strict):
     """Name, place and repeatability of the run."""
 
     name: str | None = None
@@ -108,7 +109,7 @@ class RunConfig(Section):
         return Path(self.dir) / (self.name or "run")
 
 
-class ModelSection(Section):
+class ModelSection(Strict):
     """The model: fields of a Hugging Face config.json, and how it is built and computed here."""
 
     hf_config: str | None = None
@@ -168,7 +169,7 @@ def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:
         raise ValueError(f"{key}={path!r}: {error}") from None
 
 
-class OptimConfig(Section):
+class OptimConfig(Strict):
     """Optimizer, learning-rate schedule and what happens to bad steps."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
@@ -206,7 +207,7 @@ class OptimConfig(Section):
     """Skip a step whose gradient norm exceeds this multiple of its running mean; empty: never."""
 
 
-class TrainConfig(Section):
+class TrainConfig(Strict):
     """Length, batch and precision."""
 
     steps: Positive | None = None
@@ -249,7 +250,7 @@ class TrainConfig(Section):
     until `train.sparse_until`."""
 
 
-class ParallelConfig(Section):
+class ParallelConfig(Strict):
     """How several processes share one model (docs/parallel.md); one process needs none of it."""
 
     nodes: Positive | None = None
@@ -288,7 +289,7 @@ class ParallelConfig(Section):
     """Seconds after which a collective operation that hangs ends the run."""
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Strict):
     """When the run is saved and how much is kept."""
 
     every_steps: Positive | None = 500
@@ -300,7 +301,7 @@ class CheckpointConfig(Section):
     """Write in the background while training goes on."""
 
 
-class EvalConfig(Section):
+class EvalConfig(Strict):
     """Validation and samples during training."""
 
     every_steps: Positive | None = 250
@@ -313,7 +314,7 @@ class EvalConfig(Section):
     """Tokens of a sample."""
 
 
-class LogConfig(Section):
+class LogConfig(Strict):
     """What is told while training."""
 
     every_steps: Positive = 10
@@ -330,7 +331,7 @@ class LogConfig(Section):
     """Draw plots/*.png at validations and at the end."""
 
 
-class Config(Section):
+class Config(Strict):
     """A whole run. Build it with `load_config`."""
 
     run: RunConfig = Field(default_factory=RunConfig)

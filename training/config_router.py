@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from training.config_base import Count, Positive, Section
+from models.config import Count, Positive, Strict
 
 
-class RouterConfig(Section):
+class RouterConfig(Strict):
     """How tokens are spread over experts, and token rounding. docs/routing.md says when to touch
     what."""
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from training.config_base import Count, Positive, Section
+from models.config import Count, Positive, Strict
 from training.config_load import ConfigError
 
 if TYPE_CHECKING:
     from training.config import Config
 
 
-class SurgeryEvent(Section):
+class SurgeryEvent(Strict):
     """Something that happens to experts after a step."""
 
     step: Positive
@@ -36,7 +36,7 @@ class SurgeryEvent(Section):
     importance."""
 
 
-class SurgeryConfig(Section):
+class SurgeryConfig(Strict):
     """Experts that come and go: `model.num_experts` are slots, of which some hold an expert."""
 
     start_experts: Positive | None = None

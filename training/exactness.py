@@ -21,7 +21,6 @@ from training.config_load import shown
 from training.config_surgery import events_uneven, uses_families
 
 if TYPE_CHECKING:
-    from models.config import ModelConfig
     from training.config import Config
 
 
@@ -34,74 +33,53 @@ class Knob:
     what: str
     """What an exported folder would lack."""
     used: Callable[[Config], bool]
-    expressed: Callable[[ModelConfig], bool]
-    """Whether a config.json of the model's family can say it."""
-    end: str | None
+    end: str | None = None
     """How `router.end_steps` ends it; None: it cannot end."""
+    biased: bool = False
+    """Whether a family whose routers have a selection bias can say it in its config.json."""
 
 
-def _never(model: ModelConfig) -> bool:
-    return False
-
-
+_LEVELS = "different numbers of experts in its layers"
 KNOBS = (
     Knob(
         "router.score",
         "other scores than its own",
         lambda c: c.router.score != c.model.config.router_score,
-        _never,
-        None,
     ),
-    Knob(
-        "router.amplitude",
-        "probabilities of amplitudes",
-        lambda c: c.router.amplitude,
-        _never,
-        None,
-    ),
+    Knob("router.amplitude", "probabilities of amplitudes", lambda c: c.router.amplitude),
     Knob(
         "router.capacity_factor",
         "limit on the tokens of an expert",
         lambda c: c.router.capacity_factor is not None,
-        _never,
         "switched off",
     ),
     Knob(
         "router.bias_update",
         "selection bias",
         lambda c: c.router.bias_update != "none",
-        lambda model: model.has_selection_bias,
         "annealed to zero",
+        biased=True,
     ),
     Knob(
         "router.ema",
         "selection by averaged router weights",
         lambda c: c.router.ema is not None,
-        _never,
         "switched off",
     ),
-    *(
-        Knob(
-            place,
-            "different numbers of experts in its layers",
-            used,
-            lambda model: model.has_selection_bias,  # padding that is never chosen
-            "levelled",
-        )
-        for place, used in (
-            ("surgery.events", events_uneven),
-            (
-                "surgery.policy",
-                lambda c: c.surgery.policy == "resize" and len(c.model.config.moe_layers) > 1,
-            ),
-        )
+    # with a bias, layers are padded by experts that are never chosen
+    Knob("surgery.events", _LEVELS, events_uneven, "levelled", biased=True),
+    Knob(
+        "surgery.policy",
+        _LEVELS,
+        lambda c: c.surgery.policy == "resize" and len(c.model.config.moe_layers) > 1,
+        "levelled",
+        biased=True,
     ),
-    Knob("surgery.clone", "choice within families", uses_families, _never, "switched off"),
+    Knob("surgery.clone", "choice within families", uses_families, "switched off"),
     Knob(
         "router.default_fill",
         "filled-in outputs of experts that were not chosen",
         lambda c: c.router.gradient == "default" and c.router.default_fill == "forward",
-        _never,
         "switched off",
     ),
 )
@@ -109,8 +87,8 @@ KNOBS = (
 
 def inexact(config: Config) -> list[Knob]:
     """The knobs in use that the model's family cannot express."""
-    model = config.model.config
-    return [knob for knob in KNOBS if knob.used(config) and not knob.expressed(model)]
+    biased = config.model.config.has_selection_bias
+    return [knob for knob in KNOBS if knob.used(config) and not (knob.biased and biased)]
 
 
 def check_exactness(config: Config) -> None:

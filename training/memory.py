@@ -27,13 +27,11 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from models.execution import apply_checkpointing
 from moe.control import begin_step
-from training.assemble import router_options
+from training.assemble import DTYPES, router_options
 from training.optim import ALIGN
 
 if TYPE_CHECKING:
     from training.config import Config, Plan
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Allocations(TorchDispatchMode):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from models.config import Strict
 
 BUNDLED = "bundled:"
 """Prefix of the texts and tokenizers that ship with the package: `bundled:moby-dick`."""
@@ -16,19 +18,13 @@ BUNDLED = "bundled:"
 
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
 
-_STRICT = ConfigDict(
-    strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-)
-
 
 class DataError(ValueError):
     """A mistake in the data or in the `data` section; its message is one line for the user."""
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Strict):
     """One named body of text."""
-
-    model_config = _STRICT
 
     path: str | list[str] | None = None
     """File, glob, folder or a list of them; a token store made by scripts/prepare_data.py; or
@@ -69,10 +65,8 @@ class SourceConfig(BaseModel):
         return self
 
 
-class DataConfig(BaseModel):
+class DataConfig(Strict):
     """What the model reads. Rows are a pure function of (seed, epoch, index): see docs/data.md."""
-
-    model_config = _STRICT
 
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = Field(
         default_factory=lambda: [SourceConfig(path=BUNDLED + "moby-dick")]
