@@ -257,16 +257,22 @@ PEERS: dict[str, Callable] = {
 GATE_ROWS_FIRST = {"Liger"}  # reads w1 as gate rows, then up rows
 
 
-def cublas_bound(shape) -> tuple[float, float]:
-    """(forward, backward) milliseconds of dense products of equal groups, and nothing else."""
+def cublas_products(shape) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Operands of the layer's dense products of equal groups; dH: of dA alone."""
     T, D, N, E, K = shape
     M = T * K // E
     made = functools.partial(torch.randn, device="cuda", dtype=BF16)
     x, h, a = made(E, M, D), made(E, M, 2 * N), made(E, M, N)
     w1, w2 = made(E, 2 * N, D), made(E, D, N)
-    forward = [(x, w1.mT), (a, w2.mT)]
-    backward = [(x, w2), (x.mT, a), (h, w1), (h.mT, x)]  # dA, dW2, dX, dW1
-    return tuple(
-        sum(median_ms(lambda p=p: torch.bmm(*p), seconds=0.15) for p in products)
-        for products in (forward, backward)
-    )
+    return {
+        "up": (x, w1.mT), "down": (a, w2.mT),
+        "dH": (x, w2), "dW2": (x.mT, a), "dX": (h, w1), "dW1": (h.mT, x),
+    }  # fmt: skip
+
+
+def cublas_bound(shape) -> tuple[float, float]:
+    """(forward, backward) milliseconds of these products, and nothing else."""
+    products = cublas_products(shape)
+    ms = {name: median_ms(lambda p=p: torch.bmm(*p), seconds=0.15) for name, p in products.items()}
+    forward = ms["up"] + ms["down"]
+    return forward, sum(ms.values()) - forward

@@ -53,6 +53,7 @@ from scripts._moe_layers import (
     Route,
     captured,
     cublas_bound,
+    cublas_products,
     eager,
     median_ms,
     operands,
@@ -335,7 +336,8 @@ def timeline(run: Callable[[], object], repeats: int = 3) -> list[dict]:
 
 
 def tune(args, shapes: dict) -> list[dict]:
-    """Each grouped product alone with each of its configurations: time, speed, error."""
+    """Each grouped product alone with each of its configurations: time, speed, error; and cuBLAS
+    on equal groups, without gather and epilogue."""
     rows: list[dict] = []
     for label, shape in shapes.items():
         print(f"\n{label}: T, D, N, E, K = {shape}", flush=True)
@@ -368,13 +370,19 @@ def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
     }  # fmt: skip
     exact = exact_tiles(x, w1, w2, h, a, r)
     gluon = hopper_launches(x, w1, w2, h, a, slots)
+    dense = cublas_products(shape)
     for name, (kernel, factor, run) in cases.items():
         if args.kernels and name not in args.kernels:
             continue
+        ms = median_ms(functools.partial(torch.bmm, *dense[name]), seconds=0.2, most=20)
+        speed = factor * R * N * D / ms / 1e9
+        print(f"  {name:5s} {'cuBLAS':42s} {ms:8.3f} ms {speed:6.0f} TFLOP/s", flush=True)
+        rows.append({"label": label, "shape": shape, "kernel": name, "config": "cuBLAS", "ms": ms})
         listed = [("triton", c, run) for c in _tiles.trials(kernel)]
         if name in gluon:
             table, gluon_run = gluon[name]
             listed += [("hopper", c, gluon_run) for c in table]
+        listed = [trial for trial in listed if args.tier in (trial[0], "both")]
         for tier, c, run in listed:
             if time.perf_counter() > args.deadline:
                 print("out of time: the rest is left out")
@@ -415,23 +423,23 @@ def hopper_launches(x, w1, w2, h, a, slots) -> dict[str, tuple[list, Callable]]:
     """Product → (configurations, launch) of the Hopper kernels; empty where they cannot run."""
     if torch.cuda.get_device_capability()[0] != 9 or hopper.missing() is not None:
         return {}
-    from moe.kernels.hopper._configs import CONFIGS
+    from moe.kernels.hopper._configs import trials
     from moe.kernels.hopper.down_backward import down_backward_hopper
     from moe.kernels.hopper.outer import weight_gradient_hopper
     from moe.kernels.hopper.rows import rows_hopper, up_forward_hopper
 
     token, offsets = slots[1], slots[-1]
     return {
-        "up": (CONFIGS["up"], lambda c, t: up_forward_hopper(x, w1, token, True, t, c)),
-        "down": (CONFIGS["rows"], lambda c, t: rows_hopper(
+        "up": (trials("up"), lambda c, t: up_forward_hopper(x, w1, token, True, t, c)),
+        "down": (trials("rows"), lambda c, t: rows_hopper(
             a, w2, None, t, transposed=True, config=c)),
-        "dH": (CONFIGS["down_backward"], lambda c, t: down_backward_hopper(
+        "dH": (trials("down_backward"), lambda c, t: down_backward_hopper(
             x, w2, h, *slots, True, t, c)),
-        "dX": (CONFIGS["rows"], lambda c, t: rows_hopper(
+        "dX": (trials("rows"), lambda c, t: rows_hopper(
             h, w1, None, t, transposed=False, config=c)),
-        "dW2": (CONFIGS["outer_left"], lambda c, t: weight_gradient_hopper(
+        "dW2": (trials("outer_left"), lambda c, t: weight_gradient_hopper(
             x, a, token, None, offsets, c)),
-        "dW1": (CONFIGS["outer_right"], lambda c, t: weight_gradient_hopper(
+        "dW1": (trials("outer_right"), lambda c, t: weight_gradient_hopper(
             h, x, None, token, offsets, c)),
     }  # fmt: skip
 
@@ -536,6 +544,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--routing", default="both", choices=("both", "random", "balanced"))
     parser.add_argument("--tune", action="store_true", help="time every kernel's configurations")
     parser.add_argument("--kernels", default="", help="with --tune: up,down,dH,dX,dW1,dW2,combine")
+    parser.add_argument(
+        "--tier", default="both", choices=("both", "triton", "hopper"), help="with --tune: whose"
+    )
     parser.add_argument("--profile", action="store_true", help="time every launch of ours")
     parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
     parser.add_argument("--graph", action="store_true", help="the device's time alone too")
