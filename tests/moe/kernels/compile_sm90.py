@@ -48,7 +48,10 @@ def report(kernel) -> dict:
         notes = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         command = [str(tools / "cuobjdump"), "-sass", str(cubin)]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    early, waits, _ = code.partition("ACQBULK")  # of a launch that overlaps the kernel before
     return {
+        "waits": bool(waits),
+        "memory before the wait": len(re.findall(r"\b(?:LDG|STG|RED|ATOMG?)\b", early)),
         "registers": int(re.search(r"Used (\d+) registers", notes)[1]),
         "spilled bytes": sum(map(int, re.findall(r"(\d+) bytes spill", notes))),
         "serialised": "C75" in notes,

@@ -62,6 +62,8 @@ def test_gating_compiles_for_hopper(tmp_path: Path):
     assert {row["kernel"] for row in rows} == {"_gate", "_sum", "_place"}
     for row in rows:
         assert row["spilled bytes"] == 0, row
+        if row["kernel"] != "_gate":  # what the kernel before writes is not there earlier
+            assert row["waits"] and row["memory before the wait"] == 0, row
         if row["kernel"] == "_gate" and row["shape"] == "Qwen3-30B-A3B":
             assert row["registers"] <= 128, row  # four programs a multiprocessor
 
