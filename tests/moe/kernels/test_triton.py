@@ -113,6 +113,9 @@ def test_a_kept_kernel_is_started_with_addresses(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    hook = []
+    runtime = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=hook))
+    monkeypatch.setattr(_triton, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=runtime)))
     kernel, x, on_host = _Kernel(), torch.zeros(4).as_subclass(_OnGpu), torch.zeros(4)
     options = {"N": 8, "num_warps": 4}
     for tensor, n in ((x, 5), (x, 6), (on_host, 7)):
@@ -123,10 +126,7 @@ def test_a_kept_kernel_is_started_with_addresses(monkeypatch):
         ("kept", (*start, x.data_ptr(), 6, 8)),
         ("kept", (*start, on_host, 7, 8)),  # Triton looks whether the card can reach it
     ]
-    hook = [print]
-    monkeypatch.setattr(
-        triton.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=hook), raising=False
-    )
+    hook.append(print)
     _triton.launch(kernel, (3,), x, 5, **options)
     assert kernel.calls[3] == ("whole", (3, 1, 1), (x, 5, 8), {})
     hook.clear()
