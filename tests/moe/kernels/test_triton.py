@@ -42,7 +42,8 @@ def test_triton_on_a_cpu_through_the_interpreter():
         ("triton", torch.float32, ("reference",), "allowed: reference"),
     ],
 )
-def test_refused_by_name(name, dtype, available, message):
+def test_refused_by_name(monkeypatch, name, dtype, available, message):
+    monkeypatch.setattr(_triton, "HAVE_TRITON", True)
     with pytest.raises(ValueError, match=message):
         pick_backend(name, torch.zeros(2, dtype=dtype), available=available)
 
