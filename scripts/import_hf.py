@@ -6,8 +6,9 @@
 
 Every tensor of the folder is used exactly once and every parameter is filled, or nothing is written
 and all names are listed. Weights are kept in float32, as a run keeps its master weights; the
-tokenizer comes along. (`model.init_from` takes the Hugging Face folder itself, too.) Exit codes: 0
-done, 2 a mistake or a folder that this model cannot hold.
+tokenizer comes along. An output matrix equal to the embedding bit for bit, as the export of a tied
+model writes it, is tied again. (`model.init_from` takes the Hugging Face folder itself, too.) Exit
+codes: 0 done, 2 a mistake or a folder that this model cannot hold.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
+from models.config import ModelConfig
 from models.hf import load_hf
+from models.transformer import Decoder
 from training.checkpoint import CheckpointError
 from training.config_load import fail
 from training.weights import save_weights, tokenizer_folder
@@ -44,6 +49,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def tie(model: Decoder) -> bool:
+    """Tie an output matrix that equals the embedding bit for bit; whether that was done.
+
+    Two matrices of a trained model are equal only if they were one. Families without tied
+    embeddings keep both.
+    """
+    if model.head.weight is model.embed.weight:
+        return False
+    if not torch.equal(model.head.weight, model.embed.weight):
+        return False
+    try:
+        config = ModelConfig(**model.config.model_dump() | {"tie_word_embeddings": True})
+    except ValueError:
+        return False
+    model.config, model.head.weight = config, model.embed.weight
+    return True
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     out = Path(options.out)
@@ -53,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = load_hf(
             options.folder, ignore_keys=tuple(options.ignore_key), drop_mtp=options.drop_mtp
         )
+        tied = tie(model)
         tokenizer = tokenizer_folder(options.folder)
         checkpoint = save_weights(model, out, tokenizer)
     except (ValueError, CheckpointError) as error:
@@ -62,7 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"{checkpoint}: {model.config.family}, {count:,} parameters, "
         f"{'with' if tokenizer else 'without'} tokenizer"
     )
-    print("continue with: python train.py CONFIG " + f"model.init_from={out}", end="")
+    if tied:
+        print("lm_head equals the embedding bit for bit: tied again (tie_word_embeddings: true)")
+    print(f"continue with: python train.py CONFIG run.name=NAME model.init_from={out}", end="")
     print(f" data.tokenizer={checkpoint / 'tokenizer'}" if tokenizer else "")
     return 0
 

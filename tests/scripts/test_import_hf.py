@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.hf import load_hf
+from models.build import build_model
+from models.hf import export_hf, load_hf
 from tests.models.tiny import randomise_buffers_and_norms, tiny_config, transformers_model
 from tests.scripts.trained import train
 from tests.training.tiny import write_inputs
@@ -81,6 +82,46 @@ def test_training_goes_on_from_it(script, theirs, tmp_path, monkeypatch, capsys,
         assert 0 < moved.max() < 0.04, name
 
 
+def test_an_exported_tied_model_goes_on_tied(script, tmp_path, monkeypatch, capsys) -> None:
+    """Train, export, import and continue with the same config: one matrix all the way."""
+    config = write_inputs(tmp_path / "inputs")
+    monkeypatch.chdir(tmp_path)
+    tied = ("model.tie_word_embeddings=true", "train.steps=4")
+    assert train(config, "run.name=try", *tied) == 0
+    assert script("export_hf").main(["runs/try", "out", "--check"]) == 0
+    assert json.loads(Path("out/config.json").read_text())["tie_word_embeddings"] is False
+    capsys.readouterr()
+    assert script("import_hf").main(["out", "continued"]) == 0
+    told = capsys.readouterr().out
+    first, again = load_model("runs/try"), load_model("continued")
+    assert again.config == first.config and again.head.weight is again.embed.weight
+    assert_equal_models(again, first)
+    count = sum(parameter.numel() for parameter in first.parameters())
+    assert f"{count:,} parameters" in told and "tied again" in told
+    words = told.split("CONFIG ")[1].replace("NAME", "more").split()
+    assert train(config, *words, *tied) == 0
+    assert load_model("runs/more").config == first.config
+
+
+def test_nothing_is_tied_that_differs_or_may_not_be(script, tmp_path, capsys) -> None:
+    tie = script("import_hf").tie
+    for family in ("qwen3_moe", "glm4_moe"):
+        model = build_model(tiny_config(family, tie_word_embeddings=False))
+        assert not tie(model)
+        with torch.no_grad():
+            model.head.weight.copy_(model.embed.weight)
+        assert tie(model) == model.config.tie_word_embeddings == (family == "qwen3_moe")
+        assert (model.head.weight is model.embed.weight) == (family == "qwen3_moe")
+    model = build_model(tiny_config("qwen3_moe", tie_word_embeddings=False))
+    with torch.no_grad():
+        model.head.weight.copy_(model.embed.weight)
+        model.head.weight[3, 5] += 1e-6
+    export_hf(model, tmp_path / "own")
+    assert script("import_hf").main([str(tmp_path / "own"), str(tmp_path / "out")]) == 0
+    assert "tied again" not in capsys.readouterr().out
+    assert_equal_models(load_model(tmp_path / "out"), model)
+
+
 def test_nothing_is_written_when_a_tensor_is_missing(script, theirs, tmp_path, capsys) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -110,8 +151,6 @@ def test_odd_keys_and_used_folders(script, theirs, tmp_path, capsys) -> None:
 
 
 def test_weights_of_another_model_are_refused(script, theirs, tmp_path) -> None:
-    from models.build import build_model
-
     assert script("import_hf").main([str(theirs), str(tmp_path / "out")]) == 0
     wider = build_model(tiny_config("glm4_moe", vocab_size=300))
     with pytest.raises(ValueError, match=r"embed\.weight is \[288, 32\], .* has \[300, 32\]"):
