@@ -24,7 +24,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from training.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -318,15 +321,10 @@ def environment() -> Iterator[Check]:
             )
 
 
-def run_checks(folder: str) -> Iterator[Check]:
-    """How a run is doing.
+def run_checks(record: Record) -> Iterator[Check]:
+    """How a run is doing."""
+    from training.record import findings
 
-    Raises:
-        ValueError: no such run.
-    """
-    from training.record import findings, read_run
-
-    record = read_run(folder)
     found = findings(record)
     for finding in found:
         yield Check(finding.level, finding.seen, finding.remedy)
@@ -342,7 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", nargs="?", help="run folder, for example runs/quickstart")
+    parser.add_argument("run", nargs="?", help="run folder, or a checkpoint in it")
     options = parser.parse_args(arguments)
 
     counts = dict.fromkeys(MARK, 0)
@@ -356,12 +354,14 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"            → {check.remedy}")
 
     if options.run is not None:
+        from training.record import read_run
+
         try:
-            checks = list(run_checks(options.run))
+            record = read_run(options.run)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        show(f"run {options.run}", iter(checks))
+        show(f"run {record.folder}", run_checks(record))
     show("this machine", environment())
     print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['note']} notes")
     return 1 if counts["problem"] else 0

@@ -154,12 +154,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
+    parser.add_argument("run", type=Path, help="run folder, or a checkpoint in it")
     parser.add_argument("--out", type=Path, help="file to write (default RUN/report.html)")
     options = parser.parse_args(arguments)
     try:
         record = read_run(options.run)
-        out = options.out or options.run / "report.html"
+        out = options.out or record.folder / "report.html"
         out.write_text(render(record), encoding="utf-8")
     except (ValueError, OSError) as error:
         fail(error)

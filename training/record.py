@@ -102,12 +102,16 @@ def _is_number(line: dict[str, Any], name: str) -> bool:
 
 
 def read_run(folder: str | Path) -> Record:
-    """Read a run folder.
+    """Read a run folder; of a checkpoint in it, the run that it belongs to.
 
     Raises:
         ValueError: the folder does not exist, or is none of a run.
     """
     folder = Path(folder)
+    if (folder / "state.json").is_file():
+        if folder.absolute().parent.name != "checkpoints":
+            raise ValueError(f"{folder} is a checkpoint outside a run; give a run folder")
+        folder = folder.absolute().parents[1]
     if not folder.is_dir():
         near = sorted(p.name for p in folder.parent.iterdir()) if folder.parent.is_dir() else []
         beside = f"; there: {', '.join(near[:10])}" if near else ""

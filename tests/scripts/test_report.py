@@ -122,6 +122,13 @@ def test_command_writes_the_file_and_tells(report, tmp_path, capsys):
     assert (folder / "report.html").stat().st_size > 2_000
     assert report.main([str(folder), "--out", str(tmp_path / "here.html")]) == 0
     assert (tmp_path / "here.html").exists()
+    (folder / "report.html").rename(tmp_path / "first.html")
+    saved = folder / "checkpoints" / "step_00001000"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text("{}")
+    assert report.main([str(saved)]) == 0
+    assert f"report: {folder / 'report.html'} " in capsys.readouterr().out
+    assert (folder / "report.html").exists() and not (saved / "report.html").exists()
     with pytest.raises(SystemExit) as caught:
         report.main([str(tmp_path / "nothing")])
     assert caught.value.code == 2

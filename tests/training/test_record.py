@@ -200,6 +200,23 @@ def test_folders_that_are_none(tmp_path):
     assert "no logged step yet" in finding.seen
 
 
+def test_a_checkpoint_stands_for_its_run(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run")
+    saved = folder / "checkpoints" / "step_00001000"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text("{}")
+    (saved / "config.yaml").write_text("{}")
+    (folder / "checkpoints" / "latest").symlink_to(saved.name)
+    for path in (saved, folder / "checkpoints" / "latest"):
+        assert read_run(path).folder == folder
+        assert told(path) == []
+    monkeypatch.chdir(saved)
+    assert read_run(".").folder == folder
+    alone = saved.rename(tmp_path / "alone")
+    with pytest.raises(ValueError, match="alone is a checkpoint outside a run"):
+        read_run(alone)
+
+
 def test_series_and_layers(tmp_path):
     record = read_run(make_run(tmp_path / "run", at([20], loss="inf", grad_norm="nan")))
     loss = record.series("loss")
