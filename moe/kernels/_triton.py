@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -180,6 +181,15 @@ def _watched() -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
+def _constants(kernel: Any, given: int, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Values of the compile-time constants, which follow `given` other arguments."""
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    rest = kernel.arg_names[given:]
+    if constant != set(rest) or not constant <= options.keys():
+        raise TypeError(f"{kernel.__name__}: all constants must be keywords: {sorted(constant)}")
+    return tuple(options[name] for name in rest)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`, with less work for the host from the second time on.
 
@@ -190,7 +200,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     which refuses memory that a kernel cannot reach. Compile-time constants must be given by
     keyword, all other arguments by position.
     """
-    if INTERPRET or not torch.cuda.is_initialized():
+    if INTERPRET:
+        kernel[grid](*args, **options)
+        return
+    if not torch.cuda.is_initialized():  # to be compiled on a machine without a GPU
+        _constants(kernel, len(args), options)
         kernel[grid](*args, **options)
         return
     device = torch._C._cuda_getDevice()
@@ -211,14 +225,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     name = tuple(key)
     found = _compiled.get(name)
     if found is None:
-        constant = {p.name for p in kernel.params if p.is_constexpr}
-        rest = kernel.arg_names[len(args) :]
-        if constant != set(rest) or not constant <= options.keys():
-            raise TypeError(
-                f"{kernel.__name__}: all constants must be keywords: {sorted(constant)}"
-            )
+        constants = _constants(kernel, len(args), options)
         made = kernel[grid](*args, **options)
-        constants = tuple(options[name] for name in rest)
         _compiled[name] = _Kept(
             made.run, made.function, made.packed_metadata, constants, made, kernel
         )

@@ -263,11 +263,12 @@ def down_backward_hopper(
     gates_S = None if gates_S is None else gates_S.contiguous()
     gather = token_R is not None
     steps = cdiv(D, c.bk)
-    h, n = h_RH.view(torch.int32), N // 8
+    h, sizes = h_RH.view(torch.int32), [R, N // 8]
     if c.parts:
         kernel, steps = down_backward_held_kernel, max(steps, c.parts + 1)
-        h, n = plain(h_RH, [c.bm, 2 * c.bn // c.parts]), N
-        special = {"PARTS": c.parts, "STREAM": c.stream, "PRODUCER_WARPS": 4 if gather else 1,
+        h, sizes = plain(h_RH, [c.bm, 2 * c.bn // c.parts]), [R]
+        special = {"N": N, "PARTS": c.parts, "STREAM": c.stream,
+                   "PRODUCER_WARPS": 4 if gather else 1,
                    "PRODUCER_REGISTERS": 40 if gather else 24}  # fmt: skip
     else:
         kernel = _down_backward_kernel
@@ -280,7 +281,7 @@ def down_backward_hopper(
         None if gather else plain(do_TD, [c.bm, c.bk]), do_TD if gather else None, token_R,
         plain(w2_EDN, [1, c.bk, c.bn]), h, dh_RH.view(torch.int32), a_RN,
         gates_S, slot_R, dot, tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
-        R, n, D // 8, do_TD.stride(0) // 8, steps, col_tiles,
+        *sizes, D // 8, do_TD.stride(0) // 8, steps, col_tiles,
         GATHER=gather, EVEN=not gather or steps * c.bk == D, GATES=gates_S is not None,
         SLOTS=slot_R is not None, BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages,
         GROUP=c.group, **special, num_warps=8,

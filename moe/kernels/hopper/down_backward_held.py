@@ -243,9 +243,9 @@ def _consume(
 @gluon.jit(do_not_specialize=["R", "vectors", "row_vectors", "steps", "col_tiles"])
 def down_backward_held_kernel(
     do_desc, do_ptr, token_ptr, w_desc, h_desc, dh_ptr, a_ptr, gates_ptr, slot_ptr, dot_ptr,
-    expert_ptr, start_ptr, end_ptr, count_ptr, R, N: gl.constexpr, vectors, row_vectors, steps,
-    col_tiles,
-    GATHER: gl.constexpr, EVEN: gl.constexpr, GATES: gl.constexpr, SLOTS: gl.constexpr,
+    expert_ptr, start_ptr, end_ptr, count_ptr, R, vectors, row_vectors, steps, col_tiles,
+    N: gl.constexpr, GATHER: gl.constexpr, EVEN: gl.constexpr, GATES: gl.constexpr,
+    SLOTS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, GROUP: gl.constexpr, STREAM: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,

@@ -200,3 +200,20 @@ def test_the_self_test_says_what_the_interpreter_does():
     _binary_kernel[(1,)](*pair, out, False)
     assert out.item() == -7.0
     assert not [fault for fault in faults if fault.startswith("float32")]
+
+
+@pytest.mark.parametrize(
+    "names, given, options",
+    [
+        (["x", "N", "size"], 2, {"N": 8}),  # a constant before other arguments
+        (["x", "size", "N"], 1, {"N": 8}),
+        (["x", "size", "N"], 2, {}),
+    ],
+)
+def test_constants_are_keywords(names, given, options):
+    params = [SimpleNamespace(name=name, is_constexpr=name == "N") for name in names]
+    kernel = SimpleNamespace(params=params, arg_names=names, __name__="kernel")
+    with pytest.raises(TypeError, match="kernel: all constants must be keywords"):
+        _triton._constants(kernel, given, options)
+    ordered = SimpleNamespace(params=params, arg_names=["x", "size", "N"], __name__="kernel")
+    assert _triton._constants(ordered, 2, {"N": 8, "num_warps": 4}) == (8,)
