@@ -203,7 +203,7 @@ def test_the_self_test_says_what_the_interpreter_does():
 
 
 @pytest.mark.parametrize(
-    "names, given, options",
+    ("names", "given", "options"),
     [
         (["x", "N", "size"], 2, {"N": 8}),  # a constant before other arguments
         (["x", "size", "N"], 1, {"N": 8}),
