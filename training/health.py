@@ -79,24 +79,30 @@ class RoutingHealth:
 
 @dataclass
 class Alarms:
-    """Tells of each lasting fault once, and again only after it was over."""
+    """Tells of each lasting fault once, again only after it was over or the run no longer early."""
 
-    sounding: set[tuple[str, int]] = field(default_factory=set)
+    sounding: set[tuple[str, int, bool]] = field(default_factory=set)
 
-    def new(self, uneven_L: Tensor, narrow_L: Tensor, dead_LE: Tensor) -> list[dict[str, Any]]:
-        """Alarms that begin now, from counters on the host: fault, MoE layer, steps, text."""
+    def new(
+        self, uneven_L: Tensor, narrow_L: Tensor, dead_LE: Tensor, early: bool = False
+    ) -> list[dict[str, Any]]:
+        """Alarms that begin now, from counters on the host: fault, MoE layer, steps, early, text.
+
+        Args:
+            early: the run has only begun (`training.logging.early_until`).
+        """
         found: list[dict[str, Any]] = []
-        now: set[tuple[str, int]] = set()
+        now: set[tuple[str, int, bool]] = set()
+        calm = "early, often heals by itself: " if early else ""
 
         def check(kind: str, layer: int, steps: float, after: int, text: str, **more: Any) -> None:
             if steps < after:
                 return
-            now.add((kind, layer))
-            if (kind, layer) not in self.sounding:
-                text = f"MoE layer {layer}: {text} for {steps:.0f} steps"
-                found.append(
-                    {"fault": kind, "layer": layer, "steps": int(steps), "text": text} | more
-                )
+            now.add((kind, layer, early))
+            if (kind, layer, early) not in self.sounding:
+                text = f"{calm}MoE layer {layer}: {text} for {steps:.0f} steps"
+                values = {"fault": kind, "layer": layer, "steps": int(steps), "early": early}
+                found.append(values | {"text": text} | more)
 
         for layer, (uneven, narrow) in enumerate(zip(uneven_L.tolist(), narrow_L.tolist())):
             text = f"the fullest expert has had over {ALARM_VIOLATION + 1:g} times the mean load"

@@ -38,6 +38,14 @@ LOAD = "load.jsonl"
 LAYER_SERIES = ("max_violation", "load_entropy", "dead_experts")
 LAYERS_SHOWN = 16
 
+EARLY_STEPS = 200
+"""Steps at a run's start in which routers are still finding their balance."""
+
+
+def early_until(warmup_steps: int) -> int:
+    """The step from which on an uneven load is a fault: before it most heal by themselves."""
+    return max(EARLY_STEPS, warmup_steps)
+
 
 # --- files --------------------------------------------------------------------------------------
 

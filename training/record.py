@@ -17,7 +17,15 @@ from typing import Any, Literal
 
 import yaml
 
-from training.logging import EVENTS, LOAD, human_count, human_time, read_lines, read_metrics
+from training.logging import (
+    EVENTS,
+    LOAD,
+    early_until,
+    human_count,
+    human_time,
+    read_lines,
+    read_metrics,
+)
 
 Level = Literal["problem", "warning", "note"]
 
@@ -89,6 +97,12 @@ class Record:
                 return default
             value = value[key]
         return value
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the whole run; with `train.epochs`, from the event that its start wrote."""
+        told = (event["steps"] for event in reversed(self.events) if "steps" in event)
+        return self.setting("train.steps") or next(told, None)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -271,6 +285,15 @@ def _overfitting(record: Record) -> Iterator[Finding]:
         )
 
 
+def _uneven(record: Record, seen: str, remedy: str) -> Finding:
+    """A finding about the load: a note at first, while routers are still finding their balance."""
+    early = early_until(record.setting("optim.warmup_steps") or 0)
+    if record.last["step"] >= early:
+        return Finding("warning", seen, remedy)
+    calm = f"early, before step {early}, this often heals by itself; if it lasts, "
+    return Finding("note", seen, calm + remedy)
+
+
 def _dead_experts(record: Record) -> Iterator[Finding]:
     dead = record.series("dead_experts").tail(0.2)
     if not dead.steps or _median(dead.values) < 1:
@@ -278,14 +301,17 @@ def _dead_experts(record: Record) -> Iterator[Finding]:
     layers = {n: _median(s.tail(0.2).values) for n, s in record.layers("dead_experts").items()}
     worst = sorted((n for n, count in layers.items() if count >= 1), key=lambda n: -layers[n])
     where = ", ".join(f"MoE layer {n}: {layers[n]:.0f}" for n in worst[:4])
-    coef = record.setting("router.balance_coef")
-    yield Finding(
-        "warning",
+    coef, steps = record.setting("router.balance_coef"), record.steps or 0
+    revive = (
+        f"; router.revive_after={min(200, steps // 4)} makes copies of busy ones of them "
+        "(docs/surgery.md)"
+    )
+    yield _uneven(
+        record,
         f"{_median(dead.values):.0f} experts get less than a tenth of the mean load"
         + (f" ({where}{' …' if len(worst) > 4 else ''})" if where else ""),
         f"raise router.balance_coef (now {coef}), lower optim.router_lr_multiplier, or use fewer "
-        "experts; router.revive_after=200 makes copies of busy ones of them (docs/surgery.md); "
-        "shortly after the start it often heals by itself",
+        "experts" + revive * (steps >= 200),
     )
 
 
@@ -295,8 +321,8 @@ def _imbalance(record: Record) -> Iterator[Finding]:
         return
     layers = {n: _median(s.tail(0.2).values) for n, s in record.layers("max_violation").items()}
     worst = max(layers, key=lambda n: layers[n]) if layers else None
-    yield Finding(
-        "warning",
+    yield _uneven(
+        record,
         f"the fullest expert gets {1 + _median(violation.values):.1f} times the mean load"
         + (f", worst in MoE layer {worst}" if worst is not None else ""),
         f"raise router.balance_coef (now {record.setting('router.balance_coef')}), "
@@ -377,10 +403,7 @@ _RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (
 
 
 def _stopped(record: Record, now: float) -> Iterator[Finding]:
-    steps, last = record.setting("train.steps"), record.last
-    told = next((event for event in reversed(record.events) if "steps" in event), None)
-    if steps is None and told is not None:
-        steps = told["steps"]
+    steps, last = record.steps, record.last
     written = max((line.get("time", 0.0) for line in (*record.lines, *record.events)), default=0.0)
     silent = now - written
     # Ten times the usual distance between lines, and at least two minutes.

@@ -19,7 +19,7 @@ from training.device import max_memory_gib, peak_flops
 from training.exactness import acting
 from training.faults import RunFailed, out_of_memory_message
 from training.flops import counts_first, flops_per_token, matmul_weights, width_metrics
-from training.logging import human_bytes, human_count, human_time, progress_line
+from training.logging import early_until, human_bytes, human_count, human_time, progress_line
 from training.loop import Pace, StepResult, Window, read_window
 from training.optim import group_table
 from training.surgery_policy import calendar
@@ -241,9 +241,11 @@ def _load(job: Job, read: Window) -> None:
     if read.health:
         dead_LE = read.health["health/dead"].view(counts_LE.shape)
         uneven_L, narrow_L = read.health["health/uneven"], read.health["health/narrow"]
-        for alarm in job.alarms.new(uneven_L, narrow_L, dead_LE):
+        early = step < early_until(job.config.optim.warmup_steps)
+        for alarm in job.alarms.new(uneven_L, narrow_L, dead_LE, early):
             text = f"step {step}: {alarm.pop('text')}"
-            job.log.event("routing_alarm", text, style="bold yellow", step=step, **alarm)
+            style = "dim" if early else "bold yellow"
+            job.log.event("routing_alarm", text, style=style, step=step, **alarm)
     if job.load_at < 0 or step - job.load_at >= job.steps / LOAD_LINES or step == job.steps:
         job.load_at = step
         slots = counts_LE.shape[1]

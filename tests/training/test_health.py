@@ -49,6 +49,18 @@ def test_steps_that_were_skipped_or_empty_count_as_neither():
     assert health.dead_LE[0, 0] == 2
 
 
+def test_early_alarms_say_that_it_often_heals_and_sound_again_if_it_did_not():
+    alarms, quiet_LE = Alarms(), torch.zeros(2, 16)
+    bad = torch.tensor([0.0, ALARM_STEPS])
+    (alarm,) = alarms.new(0 * bad, bad, quiet_LE, early=True)
+    assert alarm["early"] and alarm["fault"] == "narrow_load"
+    assert alarm["text"].startswith("early, often heals by itself: MoE layer 1: the entropy")
+    assert alarms.new(0 * bad, bad + 9, quiet_LE, early=True) == []
+    (alarm,) = alarms.new(0 * bad, bad + 10, quiet_LE)
+    assert not alarm["early"] and alarm["text"].startswith("MoE layer 1: the entropy")
+    assert alarms.new(0 * bad, bad + 11, quiet_LE) == []
+
+
 def test_alarms_sound_once_and_again_after_a_pause():
     alarms, quiet_L, quiet_LE = Alarms(), torch.zeros(2), torch.zeros(2, 16)
     just = torch.tensor([0.0, ALARM_STEPS - 1])

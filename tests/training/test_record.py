@@ -162,6 +162,31 @@ def test_dead_experts_name_their_layers(tmp_path):
     assert "layer 0" not in finding.seen
 
 
+@pytest.mark.parametrize(
+    ("steps", "warmup", "calm"),
+    [(190, 0, True), (210, 0, False), (590, 600, True), (610, 600, False)],
+)
+def test_an_uneven_load_is_a_note_at_first(tmp_path, steps, warmup, calm):
+    config = {**CONFIG, "optim": {"warmup_steps": warmup}}
+    lines = after(0, dead_experts=3.0, max_violation=5.0, router_entropy=0.01)
+    found = told(make_run(tmp_path / "run", lines, config, steps), now=NOW - 1000 + steps)
+    assert {f.level for f in found if "mean load" in f.seen} == {"note" if calm else "warning"}
+    assert {f.level for f in found if "one-hot" in f.seen} == {"warning"}
+    words = f"early, before step {max(200, warmup)}, this often heals by itself"
+    assert [f.remedy.startswith(words) for f in found if "mean load" in f.seen] == [calm] * 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "advice"), [(50, None), (240, "=60 "), (640, "=160 "), (9000, "=200 ")]
+)
+def test_the_advised_revival_fits_into_the_run(tmp_path, steps, advice):
+    config = {**CONFIG, "train": {"steps": steps}}
+    folder = make_run(tmp_path / "run", after(0, dead_experts=3.0), config, min(steps, 1000))
+    (remedy,) = (f.remedy for f in told(folder, now=NOW) if "tenth" in f.seen)
+    assert ("revive_after" in remedy) == (advice is not None)
+    assert advice is None or f"router.revive_after{advice}" in remedy
+
+
 def test_worst_first(tmp_path):
     def change(line):
         return after(500, skipped_steps=2, max_violation=5.0, loss=9.0)(line)

@@ -20,7 +20,7 @@ import torch
 
 import train
 from models.transformer import Decoder
-from training import health, status
+from training import health, logging, status
 from training.checkpoint import MANIFEST, damage, read_state, read_weights
 from training.logging import read_lines, read_metrics
 from training.schedule import learning_rate
@@ -252,6 +252,12 @@ def test_lasting_faults_of_routing_are_told_once_and_resume_exactly(run, tmp_pat
         ("imbalance", 0, 5),
         ("imbalance", 1, 5),
     ]
+    with monkeypatch.context() as patch:
+        patch.setattr(logging, "EARLY_STEPS", 7)
+        assert run("run.name=late") == 0
+    told = events(tmp_path / "runs/late", "routing_alarm")
+    steps = [(line["step"], line["early"]) for line in told]
+    assert steps == [(5, True)] * 2 + [(7, False)] * 2
     loads = read_metrics(folder, "load.jsonl")
     assert [line["step"] for line in loads] == [1, 4, 7, 10, 12]
     for line in loads:
