@@ -41,7 +41,7 @@ from training.job import Job
 from training.logging import RunLog
 from training.loop import Pace, StepResult, agree_on_step, train_step
 from training.probe import make_probe
-from training.run import open_run, release, total_steps
+from training.run import open_run, release, total_steps, withdraw
 from training.schedule import learning_rate
 from training.surgery import change_experts
 
@@ -257,10 +257,10 @@ def main(arguments: Sequence[str]) -> int:
         world = start(plan.device, config.parallel.timeout_s)
         job = prepare(config, plan, world)
     except ValueError as error:  # ConfigError, DataError, and what models and layers refuse
-        release()
+        withdraw()
         return faults.tell(world.rank, error, faults.USER_ERROR)
     except CheckpointError as error:
-        release()
+        withdraw()
         return faults.tell(world.rank, error, faults.FAILED)
 
     try:

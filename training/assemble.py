@@ -29,6 +29,7 @@ from parallel.mesh import build_mesh
 from training.checkpoint import Snapshot, load_tensors, read_rng, read_state, stored_tensors
 from training.config_load import ConfigError
 from training.config_surgery import importance, start_experts, uses_families
+from training.data.sources import store_tokenizers
 from training.device import restore_rng, rng_bytes, seed_all
 from training.exactness import last_acting_step
 from training.graph import StepGraph, own_stream
@@ -59,9 +60,11 @@ def model_config(config: Config, tokenizer: TextTokenizer) -> ModelConfig:
     """
     given = config.model.config
     if tokenizer.vocab_size > given.vocab_size:
+        trained = config.data.tokenizer is None and not store_tokenizers(config.data)
+        smaller = f", or data.tokenizer_vocab_size={given.vocab_size}" if trained else ""
         raise ConfigError(
             f"model.vocab_size={given.vocab_size} is too small for the tokenizer, which has "
-            f"{tokenizer.vocab_size} tokens; allowed: at least that"
+            f"{tokenizer.vocab_size} tokens; allowed: at least that{smaller}"
         )
     ids = {
         "bos_token_id": tokenizer.bos_id,

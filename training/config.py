@@ -87,8 +87,8 @@ class RunConfig(Strict):
     seed: Annotated[int, Field(ge=0, le=10**12)] = 0
     """Seed of initial weights and of the order of the data."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the last good checkpoint of this run folder, if any. never: refuse an
-    existing run folder."""
+    """auto: go on from the last good checkpoint of this run folder, if any. never: refuse a
+    folder that holds a run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is one."""
     deterministic: bool = False

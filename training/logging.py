@@ -33,6 +33,12 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 LOAD = "load.jsonl"
 
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun in a folder. A start that was refused leaves none of these."""
+    return any((folder / name).is_file() for name in ("config.yaml", METRICS))
+
+
 # What Weights & Biases gets of each layer, and of how many layers: its pages stay readable, and
 # metrics.jsonl has everything.
 LAYER_SERIES = ("max_violation", "load_entropy", "dead_experts")

@@ -21,6 +21,7 @@ from training.logging import (
     EVENTS,
     LOAD,
     early_until,
+    holds_run,
     human_count,
     human_time,
     read_lines,
@@ -127,11 +128,11 @@ def read_run(folder: str | Path) -> Record:
             raise ValueError(f"{folder} is a checkpoint outside a run; give a run folder")
         folder = folder.absolute().parents[1]
     if not folder.is_dir():
-        near = sorted(p.name for p in folder.parent.iterdir()) if folder.parent.is_dir() else []
+        near = sorted(p.name for p in folder.parent.glob("*") if holds_run(p))
         beside = f"; there: {', '.join(near[:10])}" if near else ""
         raise ValueError(f"run folder {folder} does not exist{beside}")
     file = folder / "config.yaml"
-    if not file.is_file() and not (folder / "metrics.jsonl").is_file():
+    if not holds_run(folder):
         raise ValueError(
             f"{folder} is no run folder: it holds neither config.yaml nor metrics.jsonl"
         )

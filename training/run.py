@@ -14,6 +14,7 @@ import errno
 import fcntl
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from parallel import World, from_main
 from training.checkpoint import newest, read_state
 from training.config_load import ConfigError
 from training.job import Progress
-from training.logging import EVENTS, METRICS, read_lines
+from training.logging import EVENTS, METRICS, holds_run, read_lines
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -67,16 +68,17 @@ def open_run(config: Config, world: World) -> Run:
     """Take the run folder, find what to go on from, and compare the settings.
 
     Raises:
-        ConfigError: `run.resume=never` and the folder exists; another process is using it; it
-            cannot be
-            written; or a setting that must stay has changed.
+        ConfigError: `run.resume=never` and the folder holds a run; another process is using it;
+            it cannot be written; or a setting that must stay has changed.
     """
     folder = config.run.folder
     problem = from_main(world, _take(folder, config.run.resume) if world.main else None)
     if problem is not None:
         raise ConfigError(problem)
-    attempt = from_main(world, _next_attempt(folder) if world.main else None)
     checkpoint, passed_over = newest(folder / "checkpoints", world)
+    if checkpoint is None and world.main:  # of other text or settings, maybe: it is made anew
+        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    attempt = from_main(world, _next_attempt(folder) if world.main else None)
     changed: list[str] = []
     if checkpoint is not None:
         old = yaml.safe_load((checkpoint / "config.yaml").read_text(encoding="utf-8"))
@@ -115,21 +117,31 @@ def total_steps(config: Config, rows_per_epoch: int | None) -> int:
 # The reader processes of a killed run hold its lock until they notice: torch looks every 5 seconds.
 LOCK_WAIT_S = 20.0
 _locks: list[int] = []  # the system frees them too, however the process ends
+_made: list[Path] = []  # the run folder, if this process made it
 
 
 def release() -> None:
     """Let other processes use the run folder."""
     while _locks:
         os.close(_locks.pop())
+    _made.clear()
+
+
+def withdraw() -> None:
+    """Undo `open_run` after a start that failed: a folder that it made goes, with all in it."""
+    for folder in _made:
+        shutil.rmtree(folder, ignore_errors=True)
+    release()
 
 
 def _take(folder: Path, resume: str) -> str | None:
     """Make and lock the folder; what is wrong, if anything."""
-    if resume == "never" and folder.exists():
+    if resume == "never" and holds_run(folder):
         return (
-            f"run folder {folder} exists and run.resume='never'; give another run.name, or "
+            f"run folder {folder} holds a run and run.resume='never'; give another run.name, or "
             f"run.resume=auto to go on with it"
         )
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -151,6 +163,7 @@ def _take(folder: Path, resume: str) -> str | None:
                 )
             # A file system without locks: training there is allowed, unguarded.
         _locks.append(descriptor)
+        _made.extend([folder] if new else [])
         return None
 
 

@@ -83,6 +83,7 @@ def plan_of(config: Config, monkeypatch) -> dict:
         patch.setattr(status, "plots", told.spy("plots"))
         patch.setattr(training.data.loader, "DataLoader", loader)
         config.run.folder.mkdir(parents=True, exist_ok=True)
+        (config.run.folder / "config.yaml").touch()  # of an earlier start
         job = train.prepare(config, make_plan(config, cuda=False), World())
         try:
             return _collect(job, told)
