@@ -1,14 +1,19 @@
 """First starts: what a refused one leaves behind (nothing), and what the next one takes."""
 
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 import train
 from tests.training.tiny import documents
 from training.data.tokenizer import read_tokenizer, train_tokenizer
+from training.record import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -45,3 +50,25 @@ def test_a_tokenizer_of_a_run_without_checkpoint_is_made_anew(run, tmp_path):
     assert kept.vocab_size == 284
     assert run(*words[:2], "data.tokenizer_vocab_size=280", "train.steps=6") == 0
     assert read_tokenizer(folder / "tokenizer").hash == kept.hash, "a checkpoint was made with it"
+
+
+def test_the_quickstart_ends_with_a_command_that_trains_on_ones_own_text(
+    tmp_path, monkeypatch, capsys
+):
+    """A text of one document; with a smaller model here, and interrupted on the way."""
+    told = (ROOT / "scripts/quickstart.sh").read_text().partition("Next: your own text")[2]
+    command = told.replace("\\\\\n", " ").splitlines()[0]
+    python, program, config, *words = shlex.split(command)
+    assert (python, program) == (".venv/bin/python", "train.py")
+    monkeypatch.chdir(tmp_path)
+    small = f"model.hidden_size=32 model.num_hidden_layers=1 data.cache_dir={tmp_path}/cache"
+    quick = "run.device=cpu optim.warmup_steps=1 eval.every_steps=2 log.plots=false"
+    words = [str(ROOT / config), *words, *small.split(), *quick.split()]
+    text = Path("my_text.txt")
+    text.write_text("Too short.")
+    assert train.main([*words, "train.steps=2"]) == 2
+    assert "data.sources[0] (my_text) is too small" in capsys.readouterr().err
+    text.write_text("\n".join(documents(200)))
+    for steps in (2, 4):
+        assert train.main([*words, f"train.steps={steps}"]) == 0
+    assert read_run("runs/mine").series("val_loss").steps == [2, 4]

@@ -75,8 +75,9 @@ class DataConfig(Strict):
     validation_sources: list[SourceConfig] = Field(default_factory=list)
     """Text for validation alone, each reported by its name."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each source's documents kept out of training for validation. The choice does not
-    depend on run.seed, so that runs with different seeds compare."""
+    """Share of each source's documents kept out of training for validation; of a source of one
+    document, the last share of its tokens. The choice does not depend on run.seed, so that runs
+    with different seeds compare."""
     tokenizer: str | None = None
     """tokenizer.json, a folder with one, a hub name or `bundled:moby-dick`. Null: that of the
     token store when the sources are stores, else a byte-level BPE trained on the sources."""

@@ -396,7 +396,8 @@ def build_data(
         streamed = feeder is not None
         if streamed:
             feeder.wait_for(lambda store=store: store.documents > 0)
-        held = HeldOut(store, config.validation_fraction, streamed)
+        place = f"{key} ({given.path or given.hub})"
+        held = HeldOut(store, config.validation_fraction, streamed, place)
         order = Order(
             store, cut, seed=seed if config.shuffle else None, held=held, streamed=streamed
         )

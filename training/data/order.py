@@ -84,24 +84,38 @@ def _permutation(count: int, *key: int) -> np.ndarray:
 class HeldOut:
     """Documents of a store that are for validation, by block. The choice ignores the run's seed.
 
-    `fraction` of the documents, at least one. Of a streamed store, of its first block.
+    `fraction` of the documents, at least one; a single document is divided, and the last
+    `fraction` of its tokens are held out. Of a streamed store, of its first block.
+
+    Args:
+        place: the key and the text, for errors.
 
     Raises:
-        DataError: too few documents to hold any out.
+        DataError: too little text to hold any out.
     """
 
-    def __init__(self, store: TokenStore, fraction: float, streamed: bool):
+    tail: int | None = None
+    """Tokens at the end of the only document that are held out; None: documents are whole."""
+
+    def __init__(
+        self, store: TokenStore, fraction: float, streamed: bool, place: str = "data.sources"
+    ):
         blocks = range(1) if streamed else range(len(store.blocks))
         counts = [store.blocks[block].documents for block in blocks]
         total = sum(counts)
         self._by_block: dict[int, np.ndarray] = {}
         if fraction == 0.0:
             return
-        if total < 2:
+        tokens = sum(store.blocks[block].tokens for block in blocks)
+        if tokens < 2:
             raise DataError(
-                f"data.validation_fraction={fraction}: {store.folder} has {total} documents, and "
-                "both training and validation need one"
+                f"{place} has {tokens} tokens in {total} documents, too few for both training and "
+                f"validation (data.validation_fraction={fraction}); give more text"
             )
+        if total == 1:
+            self._by_block[counts.index(1)] = np.zeros(1, np.int64)
+            self.tail = min(max(round(fraction * tokens), 1), tokens - 1)
+            return
         keys = (
             random_words(count, _HOLD_OUT_SEED, _HELD, block) for block, count in enumerate(counts)
         )
@@ -121,11 +135,6 @@ class HeldOut:
     def __getitem__(self, block: int) -> np.ndarray:
         """Sorted indices of the held-out documents of a block."""
         return self._by_block.get(block, _NONE)
-
-    @property
-    def blocks(self) -> list[int]:
-        """Blocks with held-out documents."""
-        return sorted(self._by_block)
 
 
 _NONE = np.zeros(0, np.int64)
@@ -176,6 +185,9 @@ class Order:
         lengths = np.diff(ends, prepend=0)
         starts = ends - lengths
         held = self.held[block]
+        if len(held) and self.held.tail is not None:
+            first = lengths - self.held.tail
+            return (starts + first, lengths - first) if self.validation else (starts, first)
         if self.validation:
             return starts[held], lengths[held]
         if len(held):

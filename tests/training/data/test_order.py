@@ -221,8 +221,35 @@ def test_at_least_one_document_is_held_out_and_one_is_left(tmp_path: Path) -> No
         train = make_order(store, 4, fraction=fraction)
         held = make_order(store, 4, fraction=fraction, validation=True)
         assert len(documents_in(all_rows(train))) == len(documents_in(all_rows(held))) == 1
-    with pytest.raises(DataError, match=r"validation_fraction=0\.5.* 1 documents"):
-        make_order(make_store(tmp_path / "one", [[[5, 6]]]), 4, fraction=0.5)
+    for name, documents in (("one", [[5]]), ("none", [])):
+        with pytest.raises(DataError, match=r"data\.sources has . tokens in . documents, too few"):
+            make_order(make_store(tmp_path / name, [documents]), 4, fraction=0.5)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("fraction", "count"), [(0.2, 20), (1e-6, 1), (0.999, 99)])
+def test_a_single_document_is_divided(
+    tmp_path: Path, fraction: float, count: int, packing: bool, streamed: bool
+) -> None:
+    tokens = list(range(10, 110))
+    blocks = [[tokens]] if streamed else [[], [tokens], []]
+    store = make_store(tmp_path / "s", blocks)
+    options = {"fraction": fraction, "packing": packing, "streamed": streamed, "add_bos": True}
+    train = make_order(store, 8, **options)
+    held = make_order(store, 8, seed=99, validation=True, **options)
+    for epoch in range(2):
+        assert pairs(all_rows(train, epoch)) == expected_pairs([tokens[:-count]], add_bos=True)
+    assert pairs(all_rows(held)) == expected_pairs([tokens[-count:]], add_bos=True)
+
+
+def test_only_the_first_block_of_a_stream_is_divided(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", [[[5, 6, 7, 8]], [[9, 10]], [[11, 12]]])
+    options = {"fraction": 0.25, "streamed": True}
+    train = documents_in(all_rows(make_order(store, 4, **options)))
+    assert train == [(5, 6, 7, EOS), (9, 10, EOS), (11, 12, EOS)]
+    held = documents_in(all_rows(make_order(store, 4, validation=True, **options)))
+    assert held == [(8, EOS)]
 
 
 def test_very_many_documents_are_held_out_by_threshold(
