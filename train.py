@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=N train.py CONFIG [section.key=value ...]
 
 CONFIG is a YAML file (default: configs/quickstart.yaml); every setting is explained in
-training/config.py. The same command again goes on from the last good checkpoint.
+docs/configuration.md. The same command again goes on from the last good checkpoint.
 
 Exit codes: 0 done; 2 a mistake in the config or the data; 75 stopped on request (SIGTERM, Ctrl+C)
 with a checkpoint saved; 1 anything else.

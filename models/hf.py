@@ -126,7 +126,9 @@ def export_hf(
     stale = _stale_files(folder)
     if stale and not overwrite:
         names = ", ".join(stale)
-        raise ValueError(f"{folder} already holds model files ({names}); remove them first")
+        raise ValueError(
+            f"{folder} already holds model files ({names}); overwrite (--overwrite) removes them"
+        )
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free

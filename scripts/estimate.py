@@ -157,8 +157,6 @@ def main(arguments: list[str] | None = None) -> int:
     if counts_first(config, plan.accumulation):
         flops *= 4 / 3
         what += "; and the counting pass of router.balance_scope=global"
-    peak = _peak(options.gpu)
-    speed = options.gpus * peak * options.mfu / flops
     rows = [
         ("FLOPs for one token", f"{flops / 1e9:.2f} G", what),
         (
@@ -166,27 +164,29 @@ def main(arguments: list[str] | None = None) -> int:
             human_count(plan.tokens_per_step),
             f"accumulation {plan.accumulation}",
         ),
-        ("tokens per second", human_count(speed), _assumption(options, peak)),
     ]
+    tokens, kind = 10**9, "time for 1B tokens"
     if config.train.steps is not None:
-        tokens = config.train.steps * plan.tokens_per_step
+        tokens, kind = config.train.steps * plan.tokens_per_step, "time"
+        rows.append(("tokens in the run", human_count(tokens), f"{config.train.steps:,} steps"))
+    peak, title = _peak(options.gpu), "work"
+    if plan.device == "cuda":
+        title = f"work, on {options.gpus} x {options.gpu}, whatever this machine has"
+        speed = options.gpus * peak * options.mfu / flops
+        hours = f"{options.gpus * tokens / speed / 3600:,.1f} GPU h"
         rows += [
-            ("tokens in the run", human_count(tokens), f"{config.train.steps:,} steps"),
-            (
-                "time",
-                human_time(tokens / speed),
-                f"{options.gpus * tokens / speed / 3600:,.1f} GPU h",
-            ),
+            ("tokens per second", human_count(speed), _assumption(options, peak)),
+            (kind, human_time(tokens / speed), hours),
         ]
     else:
-        rows.append(("time for 1B tokens", human_time(1e9 / speed), ""))
+        rows.append((kind, "?", "no peak is known of a CPU; the run's log lines tell"))
     weights, moments = config.optim.weights, config.optim.moments
     kept = DTYPES[weights].itemsize + 2 * DTYPES[moments].itemsize
     rows += [
         ("checkpoint on disk", _gib(kept * total), f"GiB: {weights} weights, {moments} moments"),
         ("Hugging Face folder", _gib(2 * (total + padding(config))), "GiB in bfloat16"),
     ]
-    show("work", rows)
+    show(title, rows)
     return verdict(options, config, plan, memory)
 
 

@@ -11,6 +11,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("moe", "models", "parallel", "training")
@@ -235,11 +236,23 @@ def test_every_script_answers_help(path, monkeypatch, capfd):
     assert len(text.splitlines()) >= 3, text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("script", ["one_host.sh", "hosts.sh"])
+def test_launchers_start_nothing_by_themselves_without_a_gpu(script):
+    command = ["bash", str(ROOT / "scripts" / "launch" / script), "configs/quickstart.yaml"]
+    environment = os.environ | {"PYTHON": sys.executable, "HOSTS": "1", "FIRST": "localhost"}
+    environment.pop("GPUS", None)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2
+    assert done.stderr == f"{script}: PyTorch sees no GPU here; GPUS=2 starts two CPU processes\n"
+
+
 def test_train_answers_help(capsys):
     import train
 
     assert train.main(["--help"]) == 0
-    assert "section.key=value" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "section.key=value" in told and "docs/configuration.md" in told
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)

@@ -14,7 +14,11 @@ if [[ $# -eq 0 || "$1" == "--help" ]]; then
     exit 0
 fi
 PYTHON=${PYTHON:-python}
-GPUS=${GPUS:-$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+GPUS=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}
+if [[ "$GPUS" == 0 ]]; then
+    echo "hosts.sh: PyTorch sees no GPU here; GPUS=2 starts two CPU processes" >&2
+    exit 2
+fi
 exec "$PYTHON" -m torch.distributed.run --nnodes="${HOSTS:?number of hosts}" \
     --nproc-per-node="$GPUS" --max-restarts="${RESTARTS:-3}" \
     --rdzv-backend=c10d --rdzv-id="${RUN_ID:-tessera}" \

@@ -3,15 +3,20 @@
 #
 #     bash scripts/launch/one_host.sh configs/olmoe_1b_7b.yaml train.steps=100
 #
-# GPUS=4 takes fewer. A process that dies takes the run down; it starts again, up to RESTARTS times
-# (3), from the last good checkpoint. Ctrl+C saves and ends with 75; the same command goes on.
+# GPUS=4 takes fewer; without a GPU it is the number of processes on the CPU. A process that dies
+# takes the run down; it starts again, up to RESTARTS times (3), from the last good checkpoint. Ctrl+C
+# saves and ends with 75; the same command goes on.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ $# -eq 0 || "$1" == "--help" ]]; then
-    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
     exit 0
 fi
 PYTHON=${PYTHON:-python}
-GPUS=${GPUS:-$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+GPUS=${GPUS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}
+if [[ "$GPUS" == 0 ]]; then
+    echo "one_host.sh: PyTorch sees no GPU here; GPUS=2 starts two CPU processes" >&2
+    exit 2
+fi
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$GPUS" \
     --max-restarts="${RESTARTS:-3}" train.py "$@"

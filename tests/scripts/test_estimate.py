@@ -240,6 +240,7 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
     assert estimate.main([path, "--gpu-memory", "8", "--gpus", "2"]) == 0
     text = capsys.readouterr().out
     assert "fits: 1.4 GiB, within 95% of 8 GiB" in text, "1 GiB of context, 4 rows"
+    assert "work, on 2 x H100, whatever this machine has" in text and "tokens per second" in text
     assert "accumulation 1" in text
     assert estimate.main([path, "--gpu-memory", "0.9", "model.save=x"]) == 1
     text = capsys.readouterr().out
@@ -252,6 +253,10 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
     assert "weights and optimizer alone take" in capsys.readouterr().out
     assert estimate.main([path]) == 0
     assert "give --gpu-memory" in capsys.readouterr().out
+    assert estimate.main([path, "run.device=cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "H100" not in text and "tokens per second" not in text and "FLOPs for one" in text
+    assert "no peak is known of a CPU" in text
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_mistakes_are_one_line_and_exit_2(script, trained, tmp_path, capsys):
     assert main([str(trained), str(out)]) == 0
     for arguments, match in [
         ([str(trained), str(out)], "already holds model files (config.json"),
+        ([str(trained), str(out)], "(--overwrite) removes them"),
         ([str(tmp_path / "nowhere"), str(out)], "does not exist"),
         ([str(out), str(tmp_path / "two")], "is a Hugging Face folder already"),
         ([str(trained), str(tmp_path / "two"), "--max-shard-size", "big"], "max_shard_size='big'"),
