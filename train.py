@@ -29,7 +29,8 @@ from parallel import World, launched_hosts, launched_size, shutdown, start
 from training import faults, status
 from training.assemble import make_trainee, model_config, restore_random_states, snapshot
 from training.checkpoint import CheckpointError, Saver
-from training.config import Config, ConfigError, Plan, load_config, make_plan, write_resolved
+from training.config import Config, Plan, field_names, load_config, make_plan, write_resolved
+from training.config_load import read_words
 from training.config_routers import check_routers
 from training.data import build_data, load_tokenizer
 from training.device import seed_all, setup_determinism
@@ -247,11 +248,7 @@ def main(arguments: Sequence[str]) -> int:
         return faults.DONE
     world = World(rank=int(os.environ.get("RANK", "0")))  # until it is known
     try:
-        overrides = [word for word in arguments if "=" in word]
-        paths = [word for word in arguments if "=" not in word]
-        if len(paths) > 1:
-            raise ConfigError(f"one config file, please, not {len(paths)}: {' '.join(paths)}")
-        config = load_config(paths[0] if paths else None, overrides)
+        config = load_config(*read_words(arguments, field_names()))
         plan = make_plan(config, launched_size(), hosts=launched_hosts())
         plan.offload.check_folder()
         world = start(plan.device, config.parallel.timeout_s)

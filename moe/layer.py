@@ -238,6 +238,11 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise TypeError(
+                f"MoE takes a MoEConfig, not {config!r}: MoE(MoEConfig(hidden_size=…, "
+                "expert_size=…, num_experts=…, num_experts_per_tok=…))"
+            )
         self.config = config
         E, D, N = config.num_experts, config.hidden_size, config.expert_size
         rows = activation_width(config.activation)

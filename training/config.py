@@ -148,12 +148,13 @@ class ModelSection(Strict):
         given = _hugging_face_fields(path, f"model.{source}")
         if source == "init_from":
             full = ModelConfig(**given).model_dump()
-            for key, value in rest.items():
-                if key in full and full[key] != value:
-                    raise ValueError(
-                        f"model.{key}={shown(value)} contradicts model.init_from, whose config "
-                        f"has {shown(full[key])}; leave it out"
-                    )
+            wrong = [key for key, value in rest.items() if key in full and full[key] != value]
+            if wrong:
+                raise ValueError(
+                    f"model.{wrong[0]}={shown(rest[wrong[0]])} contradicts model.init_from, whose "
+                    f"config has {shown(full[wrong[0]])}; leave it out, or give "
+                    + " ".join(f"model.{key}={shown(full[key])}" for key in wrong)
+                )
         return own | {"config": {**given, **rest}}
 
 
@@ -405,7 +406,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         ConfigError: any mistake, in one line: key, value, what is allowed, nearest valid name.
     """
     path = Path(path) if path is not None else default_config_path()
-    values = apply_overrides(read_yaml(path), overrides)
+    values = apply_overrides(read_yaml(path), overrides, field_names())
     # A section whose keys are all commented out reads as empty, not as a mapping.
     values = {key: {} if value is None else value for key, value in values.items()}
     run = values.setdefault("run", {})

@@ -174,7 +174,10 @@ def refuse_useless(config: Config) -> None:
         for place in places.split():
             value = _value(config, place)
             if value != _default(config, place):
-                raise ValueError(f"{place}={shown(value)} has no effect {reason}; leave it out")
+                raise ValueError(
+                    f"{place}={shown(value)} has no effect {reason}; leave it out, or give "
+                    f"{place}={shown(_default(config, place))}"
+                )
 
 
 def check_combinations(config: Config) -> None:

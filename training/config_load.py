@@ -134,8 +134,36 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 # --- overrides ----------------------------------------------------------------------------------
 
 
-def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def read_words(
+    words: Sequence[str], names: dict[str, Sequence[str]]
+) -> tuple[str | None, list[str]]:
+    """The config file, if a command line names one, and its overrides.
+
+    Args:
+        names: every dotted place → the keys valid there.
+
+    Raises:
+        ConfigError: more than one file, or an option such as `--steps 41`.
+    """
+    for word, value in zip(words, [*words[1:], "…"]):
+        if word.startswith("-") and "=" not in word:
+            meant = full_name(word, names)
+            given = "…" if "=" in value or value.startswith("-") else value
+            hint = f"; did you mean {meant}={given}?" if meant else ""
+            raise ConfigError(f"{word} is no option; settings are section.key=value{hint}")
+    paths = [word for word in words if "=" not in word]
+    if len(paths) > 1:
+        raise ConfigError(f"one config file, please, not {len(paths)}: {' '.join(paths)}")
+    return (paths[0] if paths else None), [word for word in words if "=" in word]
+
+
+def apply_overrides(
+    values: dict[str, Any], overrides: Sequence[str], names: dict[str, Sequence[str]]
+) -> dict[str, Any]:
     """`values` with each `section.key=value` set; a number steps into a list (data.sources.0.path).
+
+    Args:
+        names: every dotted place → the keys valid there, for the section of a key without one.
 
     Raises:
         ConfigError: a word that is no assignment, or a path through something that holds no keys.
@@ -147,9 +175,9 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
             raise ConfigError(f"{word!r} is not an override; write section.key=value")
         keys = path.split(".")
         if len(keys) < 2 or not all(keys):
-            raise ConfigError(
-                f"override {word!r} must name section.key, for example train.steps=50"
-            )
+            meant = full_name(path, names)
+            example = f"did you mean {meant}={text}?" if meant else "for example train.steps=50"
+            raise ConfigError(f"override {word!r} must name section.key; {example}")
         _assign(values, keys, parse_yaml(text, f"the value of override {word!r}"), word)
     return values
 
@@ -212,6 +240,13 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
             return candidate
     close = difflib.get_close_matches(plain, candidates, 1, cutoff=0.6)
     return close[0] if close else None
+
+
+def full_name(key: str, names: dict[str, Sequence[str]]) -> str | None:
+    """section.key of a key that was typed without its section, with dashes or misspelt."""
+    # Reversed, so that of several places the first counts: run.name, not data.sources.name.
+    places = {k: f"{p}.{k}" for p, keys in reversed(names.items()) if p for k in keys}
+    return places.get(nearest(key.lstrip("-").rpartition(".")[2], list(places)))
 
 
 def unknown_key_message(section: str, key: str, value: Any, names: dict[str, Sequence[str]]) -> str:
@@ -279,7 +314,10 @@ def _allowed(error: dict[str, Any]) -> str:
     return error["msg"]
 
 
-def _number_hint(value: Any, allowed: str) -> str:
+def _hint(value: Any, allowed: str) -> str:
+    near = nearest(value, re.findall(r"'(\w+)'", allowed)) if isinstance(value, str) else None
+    if near is not None:
+        return f"; did you mean {near}?"
     if isinstance(value, str) and "number" in allowed and re.fullmatch(r"[-+]?0[0-9]+", value):
         return f" (a leading 0 is ambiguous; write {int(value)})"
     return ""
@@ -320,7 +358,7 @@ def first_line(error: ValidationError, names: dict[str, Sequence[str]]) -> str:
         given = "" if first["type"] == "missing" else f"={shown(first['input'])}"
         verb = "is missing: it needs" if first["type"] == "missing" else "must be"
         place = ".".join(map(str, location))
-        line = f"{place}{given} {verb} {allowed}{_number_hint(first['input'], allowed)}"
+        line = f"{place}{given} {verb} {allowed}{_hint(first['input'], allowed)}"
     return " ".join(line.split())
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moe import RouterStats, RoutingTrace, balance_loss, z_loss
+from moe import MoE, RouterStats, RoutingTrace, balance_loss, z_loss
 from moe.control import RouterControl
 from moe.rounding import RoundingConfig
 from tests.moe.oracle import (
@@ -142,6 +142,13 @@ def test_bit_equal_repeats():
 def test_wrong_inputs(x, valid, message):
     with pytest.raises(ValueError, match=message):
         make_layer(torch.float32)(x, valid)
+
+
+def test_what_a_layer_is_made_of():
+    with pytest.raises(
+        TypeError, match=r"takes a MoEConfig, not 512: MoE\(MoEConfig\(hidden_size=…, "
+    ):
+        MoE(512, 256)
 
 
 # ------------------------------------------------------------------------------ gradients

@@ -96,6 +96,16 @@ MISTAKES = [
     ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of at least 2"),
     ("optim.betas=[0.9, 1]", "optim.betas.1=1 must be a number < 1"),
     ("log.wandb=on", "log.wandb='on' must be one of 'off', 'offline' or 'online'"),
+    ("router.bias_update=quantil", "'quantile' or 'min_load'; did you mean quantile?"),
+    (
+        "data.sources=a.txt",
+        "data.sources='a.txt' must be a list of mappings, for example [{path: a",
+    ),
+    ("data.sources=[a.txt]", "for example [{path: a.txt}], with a space after path:"),
+    ("data.sources=[{path:/a, name: b}]", "for example [{path: /a}], with a space after path:"),
+    ("data.sources={path: a.txt}", "for example [{path: a.txt}], with a space after path:"),
+    ("data.validation_sources=a.txt", "data.validation_sources='a.txt' must be a list of mappings"),
+    ("data.sources=5", "data.sources=5 must be a list"),
     ("log.plots=off", "log.plots='off' must be true or false"),
     ("train.compile=off", "train.compile='off' must be one of 'auto' or true or false"),
     ("run.name=5", "run.name=5 must be text"),
@@ -191,6 +201,7 @@ MISTAKES = [
     ("checkpoint.every_steps=null checkpoint.keep_last=1", "without checkpoint.every_steps"),
     ("eval.every_steps=null eval.batches=2", "eval.batches=2 has no effect without"),
     ("eval.batches=2", "eval.batches=2 has no effect without text to validate on"),
+    ("eval.every_steps=null eval.sample_prompt=A", "leave it out, or give eval.sample_prompt=null"),
     ("eval.sample_tokens=9", "eval.sample_tokens=9 has no effect without eval.sample_prompt"),
     ("log.wandb_project=x", "log.wandb_project='x' has no effect with log.wandb=off"),
     ("surgery.start_experts=4", "surgery.start_experts=4 has no effect without surgery.events or"),
@@ -476,8 +487,13 @@ def test_init_from_gives_the_architecture_alone(tmp_path):
     config = load_config(path)
     assert config.model.config == ModelConfig(**MODEL)
     assert load_config(path, ["model.hidden_size=64"]) == config
-    with pytest.raises(ConfigError, match=r"model\.num_experts=4 contradicts model\.init_from"):
-        load_config(path, ["model.num_experts=4"])
+    with pytest.raises(
+        ConfigError, match=r"model\.num_experts=4 contradicts model\.init_from"
+    ) as e:
+        load_config(path, ["model.num_experts=4", "model.hidden_size=32"])
+    told = "whose config has 8; leave it out, or give model.num_experts=8 model.hidden_size=64"
+    assert told in str(e.value)
+    assert load_config(path, told.split("give ")[1].split()) == config
     with pytest.raises(ConfigError, match=r"model\.hf_config is useless beside model\.init_from"):
         load_config(path, [f"model.hf_config={tmp_path}"])
     write_resolved(config, tmp_path / "out.yaml")

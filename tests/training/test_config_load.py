@@ -9,6 +9,7 @@ from training.config_load import (
     apply_overrides,
     nearest,
     parse_yaml,
+    read_words,
     read_yaml,
     unknown_key_message,
 )
@@ -61,7 +62,7 @@ def test_value_is_what_is_meant_in_file_and_on_command_line(tmp_path, text, valu
     file = tmp_path / "x.yaml"
     file.write_text(f"s:\n  k: {text}\n")
     from_file = read_yaml(file)["s"]["k"]
-    from_word = apply_overrides({}, [f"s.k={text}"])["s"]["k"]
+    from_word = apply_overrides({}, [f"s.k={text}"], {})["s"]["k"]
     for got in (from_file, from_word):
         assert got == value
         assert type(got) is type(value), f"{text!r} became {got!r}"
@@ -116,6 +117,7 @@ def test_overrides_reach_new_sections_lists_and_list_items():
             "b.list.0.k=1",
             "b.list.1.k=2",
         ],
+        {},
     )
     assert values == {
         "data": {"sources": [{"path": "a"}, {"path": "c"}]},
@@ -131,7 +133,9 @@ def test_overrides_reach_new_sections_lists_and_list_items():
     [
         ("train.steps", "'train.steps' is not an override; write section.key=value"),
         ("=5", "is not an override"),
-        ("steps=5", "must name section.key"),
+        ("steps=5", "must name section.key; did you mean train.steps=5\\?"),
+        ("--step=5", "must name section.key; did you mean train.steps=5\\?"),
+        ("lr=5", "must name section.key; for example train.steps=50"),
         ("train..steps=5", "must name section.key"),
         ("data.sources.3.path=c", "data.sources is a list of 2, so '3' must be a number up to 2"),
         ("data.sources.path=c", "data.sources is a list of 2, so 'path' must be a number"),
@@ -142,8 +146,31 @@ def test_overrides_reach_new_sections_lists_and_list_items():
 def test_bad_overrides(word, message):
     values = {"data": {"sources": [{}, {}], "seq_len": 8}}
     with pytest.raises(ConfigError, match=message) as caught:
-        apply_overrides(values, [word])
+        apply_overrides(values, [word], {"": ["train", "a"], "train": ["steps"], "a": ["steps"]})
     assert "\n" not in str(caught.value)
+
+
+def test_words_of_a_command_line():
+    names = {
+        "": ["run", "train", "data"],
+        "run": ["name"],
+        "train": ["steps", "micro_batch_size"],
+        "data.sources": ["name"],
+    }
+    assert read_words([], names) == (None, [])
+    assert read_words(["--a.b=1", "x.yaml", "c.d=2"], names) == ("x.yaml", ["--a.b=1", "c.d=2"])
+    for words, message in (
+        ("a.yaml b", "one config file, please, not 2: a.yaml b"),
+        ("--steps 4", "--steps is no option; settings are section.key=value; did you mean train."),
+        ("a.yaml --train.step 4", "did you mean train.steps=4?"),
+        ("--micro-batch run.name=x", "did you mean train.micro_batch_size=…?"),
+        ("--name", "did you mean run.name=…?"),
+        ("--zzz", "--zzz is no option; settings are section.key=value"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_words(words.split(), names)
+        assert message in str(caught.value)
+    assert str(caught.value).endswith("section.key=value")
 
 
 NAMES = {

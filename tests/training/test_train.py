@@ -573,7 +573,7 @@ def test_wandb_cannot_hang_or_fail_the_run(run, tmp_path, monkeypatch, capsys, f
 def test_exit_codes_of_mistakes(run, tiny_config, tmp_path, capsys, monkeypatch):
     for arguments, message in (
         (["no_such.yaml"], "no_such.yaml does not exist"),
-        ([str(tiny_config), "other.yaml"], "one config file, please"),
+        (["--steps", "4"], "--steps is no option"),
         ([str(tiny_config), "optim.lrr=1"], "did you mean optim.lr"),
         ([str(tiny_config), "model.vocab_size=100"], "model.vocab_size=100 is too small"),
         ([str(tiny_config), "train.micro_batch_size=3"], "multiple of train.micro_batch_size=3"),

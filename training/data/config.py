@@ -6,9 +6,9 @@ nothing reads it is an error and not a silence.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from models.config import Strict
 
@@ -107,6 +107,22 @@ class DataConfig(Strict):
     """Processes that tokenise; 0: one a core."""
     cache_dir: str | None = None
     """Where tokenised sources are kept and found again; default ~/.cache/tessera/data."""
+
+    @field_validator("sources", "validation_sources", mode="before")
+    @classmethod
+    def _are_mappings(cls, given: Any, info: ValidationInfo) -> Any:
+        """Show how a source is written to who gives its path alone, or no space after `path:`."""
+        found = given.get("path") if isinstance(given, dict) else None
+        for item in given if isinstance(given, list) else [given]:
+            keys = item if isinstance(item, dict) else [f"path:{item}"] * isinstance(item, str)
+            glued = [key for key in keys if isinstance(key, str) and key.startswith("path:")]
+            found = glued[0].removeprefix("path:") if glued else found
+        if found is not None:
+            raise ValueError(
+                f"data.{info.field_name}={given!r} must be a list of mappings, for example "
+                f"[{{path: {found}}}], with a space after path:"
+            )
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:

@@ -157,7 +157,8 @@ def _through_transformers(name: str, eos_token: str | None, bos_token: str | Non
     except Exception as error:
         raise DataError(
             f"data.tokenizer={name!r} is no file or folder with a tokenizer here, and the hub did "
-            f"not give it ({first_line(error)})"
+            f"not give it ({first_line(error)}); name a folder or tokenizer.json that is here, or "
+            "train one on the text with data.tokenizer=null"
         ) from None
 
 
