@@ -72,9 +72,13 @@ def open_run(config: Config, world: World) -> Run:
             it cannot be written; or a setting that must stay has changed.
     """
     folder = config.run.folder
+    new = not folder.exists()
     problem = from_main(world, _take(folder, config.run.resume) if world.main else None)
     if problem is not None:
         raise ConfigError(problem)
+    # Others of several processes may still be reading there when one of them has failed.
+    if new and world.size == 1 and not holds_run(folder):
+        _made.append(folder)
     checkpoint, passed_over = newest(folder / "checkpoints", world)
     if checkpoint is None and world.main:  # of other text or settings, maybe: it is made anew
         shutil.rmtree(folder / "tokenizer", ignore_errors=True)
@@ -117,7 +121,7 @@ def total_steps(config: Config, rows_per_epoch: int | None) -> int:
 # The reader processes of a killed run hold its lock until they notice: torch looks every 5 seconds.
 LOCK_WAIT_S = 20.0
 _locks: list[int] = []  # the system frees them too, however the process ends
-_made: list[Path] = []  # the run folder, if this process made it
+_made: list[Path] = []  # the run folder, if this process made it and is alone
 
 
 def release() -> None:
@@ -141,7 +145,6 @@ def _take(folder: Path, resume: str) -> str | None:
             f"run folder {folder} holds a run and run.resume='never'; give another run.name, or "
             f"run.resume=auto to go on with it"
         )
-    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -163,7 +166,6 @@ def _take(folder: Path, resume: str) -> str | None:
                 )
             # A file system without locks: training there is allowed, unguarded.
         _locks.append(descriptor)
-        _made.extend([folder] if new else [])
         return None
 
 

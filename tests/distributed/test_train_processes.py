@@ -14,6 +14,7 @@ import torch
 from tests.processes import Group, start_training
 from tests.training.tiny import write_inputs
 from training.checkpoint import read_state, read_weights
+from training.data.tokenizer import read_tokenizer
 from training.logging import read_lines, read_metrics
 
 STEPS = 24
@@ -167,3 +168,15 @@ def test_mistakes_are_told_once_by_several_processes(config, tmp_path):
     finish(group, 2)
     told = [line for line in group.output().splitlines() if "error" in line]
     assert len(told) == 1 and "a multiple of the 2 processes" in told[0], group.output()
+
+
+def test_a_start_that_several_processes_refused_can_be_corrected(config, tmp_path):
+    (tmp_path / "short.txt").write_text("a whale")
+    words = ["run.name=mine", "run.resume=never", "data.tokenizer=null", "train.steps=4"]
+    short = f"data.sources=[{{path: {tmp_path}/short.txt, name: text}}]"
+    group = train(config, tmp_path, *words, short, world=2)
+    assert group.wait() == [2, 2]
+    assert "is too small" in group.output() and "Traceback" not in group.output()
+    finish(train(config, tmp_path, *words, "data.tokenizer_vocab_size=280", world=2))
+    kept = read_tokenizer(tmp_path / "runs/mine/tokenizer")
+    assert kept.vocab_size == 280, "not that of the short text"
