@@ -225,7 +225,7 @@ def tune(shapes: list[tuple[int, int, int]]) -> list[dict]:
             for warps, elements in ((16, 8), (16, 16), (16, 32), (8, 16), (8, 32)):
                 plans += [{"warps": warps, "elements": elements, "words": w} for w in (32, 128)]
         else:
-            plans += [{"each": e} for e in (1, 2, 4, 8)]
+            plans += [{"last": 0}, *({"each": e} for e in (1, 2, 4, 8))]
             if T <= 2048:  # by a single program
                 plans += [{"one": 1 << 20, "elements": e} for e in (8, 16, 32)]
         for plan in plans:

@@ -242,6 +242,46 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     )  # fmt: skip
 
 
+_stream_counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_graph_counters: list[Tensor] = []  # whose addresses CUDA graphs hold
+_unused_counters: dict[int, list[Tensor]] = {}  # by device
+
+
+def _more_counters(device: torch.device) -> list[Tensor]:
+    # on a stream of its own: a pool of memory for CUDA graphs takes the allocations of one stream
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        rows = torch.zeros(1024, 4, dtype=torch.int32, device=device)
+    stream.synchronize()  # any stream may use them
+    return list(rows[:, :1].unbind())
+
+
+def counter(device: torch.device) -> Tensor:
+    """int32 [1], zero: by it the programs of one launch on the current stream of `device`, the
+    current one, learn which of them is the last, which must set it back to zero.
+
+    Launches on a stream run one after the other and share one. A launch in a CUDA graph may run
+    beside any but itself: it gets one of its own for good, and one that the graph clears each time
+    where none is left.
+    """
+    if device.type != "cuda":
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    index = device.index
+    if torch._C._cuda_isCurrentStreamCapturing():
+        unused = _unused_counters.get(index)
+        if not unused:
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        _graph_counters.append(unused.pop())
+        return _graph_counters[-1]
+    stream = index, torch._C._cuda_getCurrentRawStream(index)
+    found = _stream_counters.get(stream)
+    if found is None:
+        if not _unused_counters.get(index):
+            _unused_counters[index] = _more_counters(device)
+        found = _stream_counters[stream] = _unused_counters[index].pop()
+    return found
+
+
 _NOTHING = contextlib.nullcontext()
 
 

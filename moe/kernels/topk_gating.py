@@ -39,6 +39,7 @@ from moe.kernels._networks import largest, merge_descending, sort_descending, st
 from moe.kernels._triton import (
     INTERPRET,
     cdiv,
+    counter,
     is_eager,
     launch,
     next_power_of_2,
@@ -50,6 +51,7 @@ from moe.kernels._triton import (
 from moe.kernels.router_logits import router_logits_again
 from moe.kernels.routing_metadata import (
     RoutingMetadata,
+    clear_tail,
     expert_bits,
     launch_finish,
     launch_place,
@@ -654,20 +656,77 @@ def _stage_two(
     return columns, zs, flag | ((values[K - 1] > _NEG_INF) == 0)
 
 
+@triton.jit
+def _rank_block(expert, row_S, begin, end, SLOTS: tl.constexpr):
+    """row_S[i] = slots begin … i - 1 with the expert of slot i."""
+    i = tl.arange(0, SLOTS)
+    inside = begin + i < end
+    e = tl.load(expert + begin + i, mask=inside, other=-1)
+    earlier = (e[:, None] == e[None, :]) & (i[None, :] < i[:, None])
+    tl.store(row_S + begin + i, tl.sum(earlier.to(tl.int32), axis=1).to(tl.int32), mask=inside)
+
+
+@triton.jit
+def _sum_and_place(
+    expert, counts, prob_sum, odd, part_counts, part_prob, part_odd, offsets, row_S, slot_R,
+    token_R, S, blocks,
+    K: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    CLEAR: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """From what at most BB programs found of BLOCK tokens each: the sums, and the rows of all S
+    slots from the ranks in their blocks. `part_counts` is overwritten."""
+    EP: tl.constexpr = 1 << BITS
+    column = tl.arange(0, EP)
+    block = tl.arange(0, BB)
+    at = block[:, None] * E + column[None, :]
+    mask = (block < blocks)[:, None] & (column < E)[None, :]
+    count = tl.load(part_counts + at, mask=mask, other=0)
+    prob = tl.load(part_prob + at, mask=mask, other=0.0)
+    rows = tl.load(part_odd + block, mask=block < blocks, other=0)
+    total = tl.sum(count, axis=0).to(tl.int32)
+    start = tl.cumsum(total, axis=0).to(tl.int32) - total
+    pairs = tl.sum(total, axis=0).to(tl.int32)
+    next_row = tl.cumsum(count, axis=0).to(tl.int32) - count + start[None, :]
+    tl.debug_barrier()  # all have read the counts
+    tl.store(part_counts + at, next_row, mask=mask)
+    tl.store(counts + column, total, mask=column < E)
+    tl.store(prob_sum + column, tl.sum(prob, axis=0), mask=column < E)
+    tl.store(odd, tl.sum(rows, axis=0).to(tl.int32))
+    tl.store(offsets + column, start, mask=column < E)
+    tl.store(offsets + E, pairs)
+    tl.debug_barrier()  # other threads read the rows
+    for first in range(0, S, STEP):
+        slot = first + tl.arange(0, STEP)
+        inside = slot < S
+        t = slot // K
+        e = tl.load(expert + slot, mask=inside, other=-1)
+        rank = tl.load(row_S + slot, mask=inside, other=0)
+        ok = e >= 0
+        row = tl.load(part_counts + (t // BLOCK) * E + e, mask=ok, other=0) + rank
+        tl.store(row_S + slot, tl.where(ok, row, -1), mask=inside)
+        tl.store(slot_R + row, slot, mask=ok)
+        tl.store(token_R + row, t, mask=ok)
+    if CLEAR:
+        clear_tail(slot_R, token_R, pairs, S, 0, 1, 1024)
+
+
 @triton.jit(do_not_specialize=["T", "block", "rounds"])
 def _gating_kernel(
-    logits, bias, valid, expert, gate, lse, work_counts, work_prob, work_odd, offsets, row_S,
-    slot_R, token_R, T, block, stride_t, stride_e, scale, rounds,
+    logits, bias, valid, expert, gate, lse, counts_out, prob_out, odd_out, offsets, row_S,
+    slot_R, token_R, work, finished, T, block, stride_t, stride_e, scale, rounds,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr,
     GP: tl.constexpr, EGP: tl.constexpr, EB: tl.constexpr, KEPT: tl.constexpr, TOP: tl.constexpr,
     SCORE: tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_VALID: tl.constexpr,
     BX: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr, L: tl.constexpr, BUCKETS: tl.constexpr,
     LANES: tl.constexpr, N: tl.constexpr, J: tl.constexpr, META: tl.constexpr,
-    BITS: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, BB: tl.constexpr, BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Route one block of tokens; its counts, probability sums and number of rows that needed the
-    non-finite policy go to its row of the work arrays. META: the only program, which goes on to
-    make the routing metadata.
+    non-finite policy go to its row of the output arrays. META 1: the only program, which goes on to
+    make the routing metadata. META 2: those results go to `work` [blocks (2E + 1)], and the program
+    that finishes last, told by the counter `finished`, makes the sums and the routing metadata of
+    all. Which program that is changes nothing in the results.
 
     L == 0: `_exact_tile`, any form. L > 0: top-K in two stages, exact or flagged. A row is cut into
     BUCKETS buckets of 4 J columns; the K best elements lie in the K buckets with the best maxima,
@@ -687,8 +746,16 @@ def _gating_kernel(
     counts = tl.zeros((EB,), dtype=tl.int32)
     prob_sum = tl.zeros((EP,), dtype=tl.float32)
     odd = tl.program_id(0) * 0
-    prob_at = work_prob + tl.program_id(0) * E
-    counts_at = work_counts + tl.program_id(0) * E
+    blocks = tl.num_programs(0)
+    part_counts = counts_out
+    part_prob = prob_out
+    part_odd = odd_out
+    if META == 2:
+        part_counts = work
+        part_prob = (work + blocks * E).to(tl.pointer_type(tl.float32), bitcast=True)
+        part_odd = work + 2 * blocks * E
+    prob_at = part_prob + tl.program_id(0) * E
+    counts_at = part_counts + tl.program_id(0) * E
     if L == 0:
         for first_row in range(begin, end, BX):
             c, p, o = _exact_tile(
@@ -791,8 +858,19 @@ def _gating_kernel(
         tl.debug_barrier()
         tl.store(prob_at + place, part + prob_sum, mask=place < E)
     tl.store(counts_at + bin, counts, mask=bin < E)
-    tl.store(work_odd + tl.program_id(0), odd)
-    if META:
+    tl.store(part_odd + tl.program_id(0), odd)
+    if META == 2:
+        tl.debug_barrier()  # expert ids are read back by other threads
+        _rank_block(expert, row_S, begin * K, end * K, BLOCK * KP)
+        tl.debug_barrier()  # before it counts as finished, all threads have written
+        if tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") == blocks - 1:
+            tl.store(finished, 0)
+            _sum_and_place(
+                expert, counts_out, prob_out, odd_out, part_counts, part_prob, part_odd, offsets,
+                row_S, slot_R, token_R, T * K, blocks, K, E, BITS, BB, BLOCK, HAS_VALID,
+                min(4096, BB * BLOCK * KP),
+            )  # fmt: skip
+    if META == 1:
         tl.debug_barrier()  # counts and expert ids are read back by other threads
         column = tl.arange(0, 1 << BITS)
         total = tl.load(counts_at + column, mask=column < E, other=0)
@@ -938,11 +1016,15 @@ class _Plan(NamedTuple):
     block: int
     sizes: dict[str, int]
     warps: int
+    last_sorts: bool = False  # the last program to finish, with metadata; its sizes have BB, BLOCK
 
 
 # A single program routes and sorts up to this much: a second and third launch would cost more.
 _ONE_PROGRAM_LOGITS = 4096
 _ONE_PROGRAM_ROWS = 2048
+# Up to so many slots the last of several programs sorts them: the host spends less on one launch.
+_LAST_PROGRAM_SLOTS = 4096
+_RANKED_SLOTS = 64  # of a program then, each compared with each
 _FAST_LARGEST_K = 16
 _NO_BUCKETS = {"L": 0, "BUCKETS": 1, "LANES": 1, "N": 1, "J": 1, "BT": 1, "SUB": 1}
 
@@ -950,7 +1032,8 @@ _NO_BUCKETS = {"L": 0, "BUCKETS": 1, "LANES": 1, "N": 1, "J": 1, "BT": 1, "SUB":
 # What the benchmark sets to time other plans than the rules below give: "exact" (1: no two-stage
 # selection), "lanes" (threads of a row), "warps" (of a program), "sub" (1, 2, 4: tiles that stage
 # two takes at once), "each" (steps of a program); where one program does all, "warps", "elements"
-# (logits of a thread in one step) and "words" (words of 32 slots that it sorts at once).
+# (logits of a thread in one step) and "words" (words of 32 slots that it sorts at once); "last" for
+# `_LAST_PROGRAM_SLOTS`.
 forced_plan: dict[str, int] = {}
 
 
@@ -983,14 +1066,27 @@ def _known_plan(*shape: int) -> _Plan:
     return _new_plan(*shape)
 
 
-def _new_plan(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: bool) -> _Plan:
+def _new_plan(T: int, E: int, k: int, *form: int) -> _Plan:
+    plan = _division(T, E, k, *form)
+    few = T * k <= forced_plan.get("last", _LAST_PROGRAM_SLOTS)
+    if plan.blocks == 1 or not few or not sums_fit(plan.blocks, E):
+        return plan
+    if plan.block * plan.sizes["KP"] > _RANKED_SLOTS:
+        return plan
+    sizes = plan.sizes | {"BB": next_power_of_2(plan.blocks), "BLOCK": plan.block}
+    sizes["maxnreg"] = 168  # else the assembler spills to fit more programs on an SM
+    return plan._replace(sizes=sizes, last_sorts=True)
+
+
+def _division(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous: bool) -> _Plan:
     np2 = next_power_of_2
     limited = groups_kept < groups
     G = groups if limited else 1
     sizes = {
         "E": E, "K": k, "KP": np2(k), "G": G, "GP": np2(G), "EGP": np2(E // G),
         "EB": max(32, np2(E)), "KEPT": groups_kept if limited else 1, "BITS": expert_bits(E),
-        "WORDS": forced_plan.get("words", words_per_step(E)), **_NO_BUCKETS,
+        "WORDS": forced_plan.get("words", words_per_step(E)), "BB": 1, "BLOCK": 1,
+        **_NO_BUCKETS,
     }  # fmt: skip
     width = max(sizes["GP"] * sizes["EGP"], sizes["KP"])
     fast = None if limited or not contiguous or k == 1 else _fast_sizes(E, k)
@@ -1063,34 +1159,41 @@ def _topk_gating_triton(
             torch.empty(T * k, **i32),
         )
     one = plan.blocks == 1
-    alone = one and metadata and plan.warps <= plan.sizes["WORDS"]
-    partial = (counts, prob_sum, nonfinite)
-    if not one:
-        partial = (
-            torch.empty(plan.blocks, E, **i32),
-            torch.empty(plan.blocks, E, **f32),
-            torch.empty(plan.blocks, **i32),
-        )
+    sums = (counts, prob_sum, nonfinite)
+    partial, work, finished = sums, counts, counts
+    mode = int(metadata and one and plan.warps <= plan.sizes["WORDS"])
     with on_device(logits_TE):
+        if metadata and plan.last_sorts:
+            mode = 2
+            work = torch.empty(plan.blocks * (2 * E + 1), **i32)
+            finished = counter(device)
+        elif not one:
+            partial = (
+                torch.empty(plan.blocks, E, **i32),
+                torch.empty(plan.blocks, E, **f32),
+                torch.empty(plan.blocks, **i32),
+            )
         launch(_gating_kernel, (plan.blocks,),
             logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
             logits_TE if valid_T is None else valid_T.contiguous(),
-            expert, gate, lse, *partial, *(meta or (counts,) * 4), T, plan.block,
+            expert, gate, lse, *partial, *(meta or (counts,) * 4), work, finished, T, plan.block,
             logits_TE.stride(0), logits_TE.stride(1), scale, k,
             TOP=group_top, SCORE=SCORE_CODE[score], NORM=NORM_CODE[norm],
-            HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=alone,
+            HAS_BIAS=bias_E is not None, HAS_VALID=valid_T is not None, META=mode,
             ASM=not INTERPRET, num_warps=plan.warps, **plan.sizes,
         )  # fmt: skip
+        if mode > 0:
+            return expert, gate, lse, *sums, *meta
         short = metadata and not one and sums_fit(plan.blocks, E)
         if not one and not short:
-            launch_finish(*partial, counts, prob_sum, nonfinite, prefix=metadata)
-        if metadata and not alone:
+            launch_finish(*partial, *sums, prefix=metadata)
+        if metadata:
             before = None if one or short else partial[0]
             launch_place(
                 meta, expert.view(-1), k, None, counts, before, plan.block * k,
                 clear=valid_T is not None, sums=(*partial, prob_sum, nonfinite) if short else None,
             )  # fmt: skip
-    return expert, gate, lse, counts, prob_sum, nonfinite, *meta
+    return expert, gate, lse, *sums, *meta
 
 
 def _topk_gating_backward_triton(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.kernels import hopper
+from moe.kernels import _triton, hopper
 from moe.kernels import topk_gating as module
 from moe.kernels.routing_metadata import routing_metadata, tile_schedule
 from moe.kernels.topk_gating import NORMS, SCORES, topk_gating, topk_routing
@@ -264,6 +264,59 @@ def test_repeats_are_bit_equal():
     for _ in range(5):
         poison()
         for x, y in zip(first, run()):
+            assert torch.equal(x, y)
+
+
+LAST_SORTS = [(513, 8, 2), (1024, 8, 2), (2048, 8, 2), (3000, 2, 1), (1365, 3, 3), (512, 24, 7)]
+
+
+@pytest.mark.parametrize(("T", "E", "k"), LAST_SORTS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_last_program_sorts(T, E, k, masked):
+    assert module._plan(T, E, k, 1, 1, True).last_sorts
+    z = special_rows(torch.randn(T, E, device=CUDA))
+    valid = torch.arange(T, device=CUDA) % 5 > 1 if masked else None
+    compare(z, k, valid_T=valid)
+    gating, meta = topk_routing(z, k, valid_T=valid)
+    first = (*gating, *meta)
+    for _ in range(200):
+        gating, meta = topk_routing(z, k, valid_T=valid)
+        for x, y in zip(first, (*gating, *meta)):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("set_aside", [True, False])
+def test_calls_on_other_streams_and_in_graphs_do_not_meet(set_aside, monkeypatch):
+    """Launches that count their finished programs, several at a time; with counters set aside for
+    graphs and with one that the graph clears."""
+    zs = [special_rows(torch.randn(T, 8, device=CUDA)) for T in (1024, 2048, 600)]
+
+    def route():
+        out = []
+        for z in zs:
+            gating, meta = topk_routing(z, 2)
+            out += [*gating, *meta]
+        return out
+
+    want = route()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with monkeypatch.context() as patch:
+        if not set_aside:
+            patch.setattr(_triton, "_unused_counters", {})
+        with torch.cuda.graph(graph, stream=streams[0]):
+            captured = route()
+    results = [captured]
+    for _ in range(100):
+        with torch.cuda.stream(streams[1]):
+            graph.replay()
+        for stream in (streams[0], streams[2]):
+            with torch.cuda.stream(stream):
+                results.append(route())
+    torch.cuda.synchronize()
+    for got in results:
+        for x, y in zip(want, got):
             assert torch.equal(x, y)
 
 

@@ -26,6 +26,7 @@ from tests.moe.kernels.compile_sm90 import (
 GATING = {
     "tiny": (512, 8, 2, {}),
     "small": (2048, 8, 2, {}),
+    "small, many pairs": (2048, 8, 4, {}),
     "6 of 128": (65536, 128, 6, {}),  # not a power of two: the sorted lists are padded
 }
 MORE_GATING = {
@@ -41,6 +42,7 @@ MORE_GATING = {
     "Kimi-K3": (16384, 896, 16, {"score": "sigmoid", "bias": True}),
     "2048 experts": (4096, 2048, 8, {"valid": True}),
     "4096 experts": (4096, 4096, 8, {"score": "sqrtsoftplus"}),
+    "small and odd": (1365, 3, 3, {"valid": True, "norm": "none"}),
     "odd": (7777, 60, 4, {"valid": True, "norm": "softmax_topk", "score": "sigmoid"}),
     "64 of 384": (4096, 384, 64, {}),
 }  # fmt: skip

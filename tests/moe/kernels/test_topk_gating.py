@@ -415,6 +415,55 @@ def test_several_programs(monkeypatch):
 
 
 @triton_only
+@pytest.mark.parametrize(
+    ("T", "E", "k", "masked"),
+    [
+        (513, 8, 2, False), (1000, 8, 2, True), (2048, 8, 2, False), (3000, 2, 1, True),
+        (1999, 3, 2, False), (1365, 3, 3, True), (777, 5, 4, False), (600, 16, 6, True),
+        (512, 16, 8, False), (1500, 12, 1, True), (512, 24, 7, False), (129, 64, 5, True),
+    ],
+)  # fmt: skip
+def test_the_last_program_sorts(T, E, k, masked):
+    assert module._plan(T, E, k, 1, 1, True).last_sorts == (E < 64)
+    z = special_rows(torch.randn(T, E))
+    compare(z, k, valid_T=torch.arange(T) % 5 > 1 if masked else None)
+
+
+@triton_only
+@pytest.mark.parametrize("small", [True, False])
+def test_the_last_program_sorts_in_two_stages(small, monkeypatch):
+    """With rows that the second stage leaves to the scan; and with more slots than one step."""
+    monkeypatch.setattr(module, "_RANKED_SLOTS", 1 << 10)
+    monkeypatch.setattr(module, "_LAST_PROGRAM_SLOTS", 1 << 20)
+    module._known_plan.cache_clear()
+    T = 100 if small else 700
+    assert module._plan(T, 64, 8, 1, 1, True).last_sorts
+    compare(special_rows(torch.randn(T, 64)), 8, valid_T=torch.arange(T) % 5 > 1)
+    module._known_plan.cache_clear()
+
+
+@triton_only
+@pytest.mark.parametrize("first", [0, 17, 63])
+def test_which_program_is_the_last_changes_nothing(first, monkeypatch):
+    """Programs run in another order, `first` the first; the counter is zero again after them."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    z, valid = special_rows(torch.randn(1024, 8)), torch.arange(1024) % 5 > 1
+    count, begin = torch.zeros(1, dtype=torch.int32), interpreter_builder.set_grid_idx
+    monkeypatch.setattr(module, "counter", lambda device: count)
+    want = topk_routing(z, 2, valid_T=valid, backend="triton")
+
+    def begin_another(x, y, z):
+        begin((first + 5 * x) % 64, y, z)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", begin_another)
+    got = topk_routing(z, 2, valid_T=valid, backend="triton")
+    assert count.item() == 0
+    for x, y in zip((*want[0], *want[1]), (*got[0], *got[1])):
+        assert torch.equal(x, y)
+
+
+@triton_only
 def test_strided_logits():
     z = torch.randn(12, 20)
     out = topk_gating(z.t(), 3, backend="triton")

@@ -137,6 +137,41 @@ def test_a_kept_kernel_is_started_with_addresses(monkeypatch):
     assert [kind for kind, *_ in kernel.calls[4:]] == ["whole"] * 3
 
 
+def test_counters_of_streams_and_of_graphs_are_apart(monkeypatch):
+    """One for each stream, kept; one more for each call that a graph captures, never used again."""
+    state = {"stream": 7, "capturing": False}
+    for name, answer in (
+        ("_cuda_isCurrentStreamCapturing", lambda: state["capturing"]),
+        ("_cuda_getCurrentRawStream", lambda device: state["stream"]),
+    ):
+        monkeypatch.setattr(torch._C, name, answer, raising=False)
+    rows = torch.zeros(3, 4, dtype=torch.int32)
+    made = []
+
+    def more(device):
+        made.append(device)
+        return list(rows[:, :1].unbind())
+
+    monkeypatch.setattr(_triton, "_more_counters", more)
+    for name in ("_stream_counters", "_unused_counters"):
+        monkeypatch.setattr(_triton, name, {})
+    monkeypatch.setattr(_triton, "_graph_counters", [])
+    cleared = torch.ones(1)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **_: cleared)
+
+    def taken(**change):
+        state.update(change)
+        return _triton.counter(SimpleNamespace(type="cuda", index=0)).data_ptr()
+
+    assert taken(capturing=True) == cleared.data_ptr()  # the first call of all
+    assert taken(capturing=False) == taken()
+    assert taken(stream=8) != taken(stream=7)
+    in_graph = taken(capturing=True)
+    assert taken() == cleared.data_ptr()  # none is left
+    assert len({in_graph, taken(capturing=False), taken(stream=8)}) == 3
+    assert len(made) == 1
+
+
 def test_works_without_triton():
     """A machine without Triton imports the package, runs the reference, refuses kernels by name."""
     code = """
