@@ -5,6 +5,7 @@
     python scripts/bench_router.py --tune           other plans of the gating kernel, timed
     python scripts/bench_router.py --rounding       token rounding beside plain top-K
     python scripts/bench_router.py --kernels        each kernel of the forward and backward alone
+    python scripts/bench_router.py --kernels --rounding     the same of token rounding
 
 Two clocks. `graph`: a CUDA graph of several calls on different inputs, longer together than the L2
 cache, divided by their number: what the GPU needs. `eager`: calls in a row without a graph, which
@@ -23,6 +24,7 @@ Errors: ids that differ from a float64 stable sort, and the largest error of a g
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -285,15 +287,20 @@ def bench_rounding(shapes: list[tuple[int, int, int]]) -> list[dict]:
     return rows
 
 
-def bench_kernels(shapes: list[tuple[int, int, int]]) -> list[dict]:
+def bench_kernels(shapes: list[tuple[int, int, int]], rounding: bool) -> list[dict]:
     """Mean microseconds of each kernel, by the profiler, over cold inputs."""
     rows = []
     for T, E, K in shapes:
         z = [x.requires_grad_() for x in inputs(T, E)]
 
         def step(x, K=K):
-            gating, _ = topk_routing(x, K)
-            loss = gating.gate_TK.sum() + gating.lse_T.sum() + gating.prob_sum_E.sum()
+            if rounding:
+                gating = topk_gating(x, K)
+                gates = round_tokens(x, gating, RoundingConfig(min_mean_tiles=0.0)).gates_S
+            else:
+                gating, _ = topk_routing(x, K)
+                gates = gating.gate_TK
+            loss = gates.sum() + gating.lse_T.sum() + gating.prob_sum_E.sum()
             torch.autograd.grad(loss, x)
 
         for x in z[:3]:
@@ -356,7 +363,12 @@ def main() -> None:
     peak = copy_gbs(1 << 30)
     print(f"{card}, torch {torch.__version__}, copy of 1 GiB: {peak:.0f} GB/s (read + written)")
     print("forward bytes 4TE + 20TK + 4T, backward bytes 8TE + 12TK, K experts of E, T tokens")
-    kinds = {"tune": tune, "rounding": bench_rounding, "kernels": bench_kernels, "router": bench}
+    kinds = {
+        "tune": tune,
+        "kernels": functools.partial(bench_kernels, rounding=args.rounding),
+        "rounding": bench_rounding,
+        "router": bench,
+    }
     kind = next(name for name in kinds if name == "router" or getattr(args, name))
     rows = kinds[kind](shapes)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,12 @@ exponential decides and every device decides alike. Tokens that are not valid ar
 Everything stays on the device, the number of pairs too: slot arrays have a static bound, unused
 slots have expert -1.
 
+    _extremes  32 tokens by all experts a group: each expert's best candidate, and the plain choice
+               as bits. Rounding moves less than a tile of an expert's tokens, so that few groups
+               can hold them.
+    _change    one expert a program: among the best groups the tokens that join or leave.
+    _fill      slots and rows of the pairs.
+
 The gradient of the gates of realised pairs is exact; targets and selection are constants.
 """
 
@@ -22,8 +28,18 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op
-from moe.kernels._triton import cdiv, is_eager, launch, next_power_of_2, on_device, tl, triton
-from moe.kernels.routing_metadata import clear_tail, launch_finish, routing_metadata
+from moe.kernels._triton import (
+    INTERPRET,
+    capability,
+    cdiv,
+    is_eager,
+    launch,
+    next_power_of_2,
+    on_device,
+    tl,
+    triton,
+)
+from moe.kernels.routing_metadata import clear_tail, popcount, routing_metadata
 from moe.kernels.topk_gating import (
     EMPTY_KEY,
     NEG_INF,
@@ -348,48 +364,11 @@ def _keys_of(z, lse, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _chosen(expert, row, inside, column, K: tl.constexpr):
-    """bool [B, C]: columns among the row's plain top-K choice."""
-    hit = (row * 0)[:, None] + column[None, :] < 0
-    for k in tl.static_range(K):
-        id = tl.load(expert + row * K + k, mask=inside, other=-1)
-        hit = hit | (column[None, :] == id[:, None])
-    return hit
-
-
-@triton.jit(do_not_specialize=["T", "tile"])
-def _rank_keys_kernel(
-    logits, expert, lse, counts, target, keys, T, stride_t, stride_e, tile,
-    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, PROTECT: tl.constexpr,
-    FORCE: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """keys [E, T]: the key of every token that expert e may have to choose from, else EMPTY_KEY.
-
-    A growing expert chooses among the other tokens, a shrinking one among its own, but for its
-    protected ones. FORCE 1, 2: all experts with an incomplete tile grow, shrink by it.
-    """
-    row = tl.program_id(0) * BT + tl.arange(0, BT)
-    column = tl.program_id(1) * BE + tl.arange(0, BE)
-    inside = row < T
-    row = row.to(tl.int64)
-    real = column < E
-    f = tl.load(counts + column, mask=real, other=0)
-    goal = tl.load(target + column, mask=real, other=0)
-    if FORCE == 1:
-        goal = tl.where(f % tile > 0, f - f % tile + tile, f)
-    if FORCE == 2:
-        goal = f - f % tile
-    mask = inside[:, None] & (real & (goal != f))[None, :]
-    at = row[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
-    z = tl.load(logits + at, mask=mask, other=0.0).to(tl.float32)
-    key = _keys_of(z, tl.load(lse + row, mask=inside, other=0.0), SCORE)
-    first = tl.load(expert + row * K, mask=inside, other=-1)
-    own = _chosen(expert, row, inside, column, K)
-    may = (own != (goal > f)[None, :]) & (first >= 0)[:, None]
-    if PROTECT:
-        may = may & (column[None, :] != first[:, None])
-    out = column[None, :].to(tl.int64) * T + row[:, None]
-    tl.store(keys + out, tl.where(may, key, EMPTY_KEY), mask=mask)
+def _after_the_kernel_before(PDL: tl.constexpr):
+    """Let the next kernel be launched, and wait until the one before has ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -398,232 +377,280 @@ def _total(flag):
 
 
 @triton.jit
-def _count_above(keys, value, T, ONE: tl.constexpr, BLOCK: tl.constexpr, key):
-    """How many keys are at least `value`, both as unsigned numbers."""
-    if ONE:
-        return _total(key >= value)
+def _unsigned(key):
+    """int32 → uint32 of the same order; EMPTY_KEY becomes 0."""
+    return key.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit(do_not_specialize=["T", "groups", "tile", "least", "cap"])
+def _extremes_kernel(
+    logits, expert, lse, counts, top1, uniform, gain, target, extremes, members, T, groups, tile,
+    least, cap, stride_t, stride_e,
+    VARIANT: tl.constexpr, HAS_CAP: tl.constexpr, GIVEN: tl.constexpr, FORCE: tl.constexpr,
+    SCORE: tl.constexpr, PROTECT: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    BG: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of BG groups of 32 tokens and BE experts: the best key that each expert finds in each group
+    (`extremes` [E, groups], in the order of the search) and the plain choice (`members`
+    [groups, E], bit t % 32 of word [t / 32, e]).
+
+    A growing expert looks for the highest key among the other tokens, a shrinking one for the
+    lowest among its own, but for its protected ones: it searches backwards and with ~key.
+    GIVEN: the targets are known. Else they are computed here, of all experts, and written.
+    FORCE 1, 2: all experts with an incomplete tile grow, shrink by it.
+    """
+    _after_the_kernel_before(PDL)
+    group = tl.program_id(0) * BG + tl.arange(0, BG)
+    column = tl.program_id(1) * BE + tl.arange(0, BE)
+    real = column < E
+    f = tl.load(counts + column, mask=real, other=0)
+    if FORCE > 0:
+        grow = f >= (FORCE - 1) * 0x7FFFFFFF
+        moves = f % tile > 0
     else:
-        count = 0
-        for first in range(0, T, BLOCK):
-            t = first + tl.arange(0, BLOCK)
-            some = tl.load(keys + t, mask=t < T, other=EMPTY_KEY)
-            some = some.to(tl.uint32, bitcast=True) ^ 0x80000000
-            count += _total(some >= value)
-        return count
+        if GIVEN:
+            goal = tl.load(target + column, mask=real, other=0)
+        else:
+            goal, _ = _goals(
+                counts, top1, uniform, gain, tile, least, cap, K, VARIANT, E, BE, CHUNK, PROTECT,
+                HAS_CAP,
+            )  # fmt: skip
+            if tl.program_id(0) == 0:
+                tl.store(target + column, goal, mask=real)
+        grow = goal > f
+        moves = goal != f
+    wanted = (group < groups)[:, None] & (real & moves)[None, :]
+    best = tl.full((BG, BE), EMPTY_KEY, tl.int32)
+    word = tl.full((BG, BE), 0, tl.int32)
+    for i in tl.static_range(32):
+        t = group * 32 + i
+        inside = t < T
+        row = t.to(tl.int64)
+        at = row[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
+        z = tl.load(logits + at, mask=wanted & inside[:, None], other=0.0).to(tl.float32)
+        key = _keys_of(z, tl.load(lse + row, mask=inside, other=0.0), SCORE)
+        first = tl.load(expert + row * K, mask=inside, other=-1)
+        own = column[None, :] == first[:, None]
+        may = (first >= 0)[:, None]
+        if PROTECT:
+            may = may & (own == 0)
+        for k in tl.static_range(1, K):
+            other = tl.load(expert + row * K + k, mask=inside, other=-1)
+            own = own | (column[None, :] == other[:, None])
+        may = may & (own != grow[None, :])
+        best = tl.maximum(best, tl.where(may, tl.where(grow[None, :], key, ~key), EMPTY_KEY))
+        word = word | (own.to(tl.int32) << i)
+    mask = (group < groups)[:, None] & real[None, :]
+    tl.store(members + group[:, None] * E + column[None, :], word, mask=mask)
+    place = tl.where(grow[None, :], group[:, None], groups - 1 - group[:, None])
+    tl.store(extremes + column[None, :] * groups + place, best, mask=wanted)
 
 
 @triton.jit
-def _count_equal(keys, value, before, T, ONE: tl.constexpr, BLOCK: tl.constexpr, key):
-    """How many keys of tokens earlier than `before` equal `value`."""
+def _counts(keys, low, high, n, ONE: tl.constexpr, BLOCK: tl.constexpr, key):
+    """How many of n keys are at least `low` and how many at least `high`, as unsigned numbers."""
+    if ONE:
+        both = tl.sum((key >= low).to(tl.int32) + ((key >= high).to(tl.int32) << 16), axis=0)
+        return both & 0xFFFF, (both >> 16) & 0xFFFF
+    else:
+        some = tl.full((), 0, tl.int32)
+        fewer = tl.full((), 0, tl.int32)
+        for first in range(0, n, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            key = _unsigned(tl.load(keys + at, mask=at < n, other=EMPTY_KEY))
+            some += _total(key >= low)
+            fewer += _total(key >= high)
+        return some, fewer
+
+
+@triton.jit
+def _count_equal(keys, value, before, n, ONE: tl.constexpr, BLOCK: tl.constexpr, key):
+    """How many of the keys earlier than `before` equal `value`."""
     if ONE:
         return _total((key == value) & (tl.arange(0, BLOCK) < before))
     else:
-        count = 0
-        for first in range(0, T, BLOCK):
-            t = first + tl.arange(0, BLOCK)
-            some = tl.load(keys + t, mask=t < T, other=EMPTY_KEY)
-            some = some.to(tl.uint32, bitcast=True) ^ 0x80000000
-            count += _total((some == value) & (t < before))
+        count = tl.full((), 0, tl.int32)
+        for first in range(0, n, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            key = _unsigned(tl.load(keys + at, mask=at < n, other=EMPTY_KEY))
+            count += _total((key == value) & (at < before))
         return count
 
 
 @triton.jit
-def _last_taken(
-    mine, key, quota, T, ONE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr
+def _last_taken(keys, key, quota, n, ONE: tl.constexpr, BLOCK: tl.constexpr):
+    """Key, as unsigned number, and place of the last of `quota` taken of n in (key descending,
+    place) order; as many are not empty. A search of the key in thirds by counting, then, if some
+    tie there, one of the place in halves. ONE: the keys are `key` [BLOCK], else in memory."""
+    low = tl.full((), 1, tl.uint32)
+    high = tl.full((), 0xFF800000, tl.uint32)  # infinity, and above every ~key
+    if ONE:
+        low = tl.min(tl.where(key > 0, key, high), axis=0)
+        high = tl.max(key, axis=0)
+    while low < high:
+        step = (high - low) // 3 + 1
+        first = low + step
+        second = first + step
+        some, fewer = _counts(keys, first, second, n, ONE, BLOCK, key)
+        high = tl.where(fewer >= quota, high, tl.where(some >= quota, second - 1, first - 1))
+        low = tl.where(fewer >= quota, second, tl.where(some >= quota, first, low))
+    some, above = _counts(keys, low, low + 1, n, ONE, BLOCK, key)
+    place = n
+    if some > quota:
+        least = n * 0  # fewer than the wanted number of ties come before it
+        while least < place:
+            middle = (least + place + 1) // 2
+            few = _count_equal(keys, low, middle, n, ONE, BLOCK, key) < quota - above
+            least = tl.where(few, middle, least)
+            place = tl.where(few, place, middle - 1)
+    return low, place
+
+
+@triton.jit
+def _candidates(
+    logits, expert, lse, members, chosen, e, at, end, grow, T, stride_t, stride_e,
+    SCORE: tl.constexpr, PROTECT: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Key, as unsigned number, and token of the last of `quota` taken in (key descending, token)
-    order: a search over the bits of the key by counting, then, if tokens tie there, one over the
-    bits of the token."""
-    value = tl.full((), 0, tl.uint32)
-    if ONE and BLOCK <= 16384:  # two bits at a time: three counts of 20 bits in one sum
-        for i in range(16):
-            one = tl.full((), 1, tl.uint32) << (30 - 2 * i)
-            first = value + one
-            second = first + one
-            found = (key >= first).to(tl.int64) + ((key >= second).to(tl.int64) << 20)
-            found += (key >= second + one).to(tl.int64) << 40
-            found = tl.sum(found, axis=0)
-            value += tl.where((found & 0xFFFFF) >= quota, one, 0)
-            value += tl.where(((found >> 20) & 0xFFFFF) >= quota, one, 0)
-            value += tl.where((found >> 40) >= quota, one, 0)
-    else:
-        for i in range(32):
-            bit = tl.full((), 1, tl.uint32) << (31 - i)
-            more = _count_above(mine, value | bit, T, ONE, BLOCK, key) >= quota
-            value = tl.where(more, value | bit, value)
-    equal = _count_equal(mine, value, T, T, ONE, BLOCK, key)
-    above = _count_above(mine, value, T, ONE, BLOCK, key) - equal
-    token = T
-    if above + equal > quota:
-        token = 0  # fewer than the wanted number of ties come before it
-        for i in range(BITS):
-            step = 1 << (BITS - 1 - i)
-            few = _count_equal(mine, value, token + step, T, ONE, BLOCK, key) < quota - above
-            token = tl.where(few, token + step, token)
-    return value, token
+    """Keys of candidates `at` of expert e in the order of the search, 32 to each of the `chosen`
+    groups, EMPTY_KEY for those that it may not choose; and their bits in `members`."""
+    bit = tl.where(grow, at % 32, 31 - at % 32)
+    group = tl.load(chosen + at // 32, mask=at < end, other=0)
+    word = tl.load(members + group * E + e, mask=at < end, other=0)
+    t = group * 32 + bit
+    inside = (at < end) & (t < T)
+    row = t.to(tl.int64)
+    first = tl.load(expert + row * K, mask=inside, other=-1)
+    may = (((word >> bit) & 1) != grow.to(tl.int32)) & (first >= 0)
+    if PROTECT:
+        may = may & (first != e)
+    z = tl.load(logits + row * stride_t + e.to(tl.int64) * stride_e, mask=may, other=0.0)
+    z = z.to(tl.float32)
+    z = tl.where(z != z, _MINUS_INF, tl.minimum(z, _FLT_MAX))
+    if SCORE == _SOFTMAX:
+        z = z - tl.load(lse + row, mask=may, other=0.0)
+    key = ordered(z + 0.0)
+    return tl.where(may, tl.where(grow, key, ~key), EMPTY_KEY), bit
 
 
-@triton.jit(do_not_specialize=["T", "tile", "k"])
-def _select_kernel(
-    counts, target, top1, keys, last_key, last_token, mass, T, tile, k,
-    SCORE: tl.constexpr, PROTECT: tl.constexpr, FORCE: tl.constexpr, E: tl.constexpr,
-    EP: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "groups", "tile"])
+def _change_kernel(
+    logits, expert, lse, counts, top1, target, extremes, chosen, keys, members, before, mass, T,
+    groups, tile, stride_t, stride_e,
+    FORCE: tl.constexpr, SCORE: tl.constexpr, PROTECT: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr, K: tl.constexpr, BG: tl.constexpr, ALL_GROUPS: tl.constexpr,
+    BC: tl.constexpr, ALL_KEYS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The last token that expert e takes from its `keys`, in (key descending, token) order.
+    """The q tokens that join or leave expert e: their bits of `members` turn.
 
+    The first q of all candidates lie in the first q groups of 32, these in the order of their
+    `extremes`: a candidate of any other group has at least q ahead of it. So q of the groups are
+    searched, then q of the candidates in these. At the end `before` [groups, E] gets the members
+    before each group.
     FORCE: only the score mass of the tokens that would join (1) or leave (2).
+    ALL_GROUPS, ALL_KEYS: all groups fit into BG, all candidates of the chosen ones into BC.
     """
+    _after_the_kernel_before(PDL)
     e = tl.program_id(0)
     f = tl.load(counts + e)
-    goal = tl.load(target + e)
     kept = 0
     if PROTECT:
         kept = tl.load(top1 + e)
     if FORCE > 0:
-        ids = tl.arange(0, EP)
-        tokens = tl.sum(tl.load(counts + ids, mask=ids < E, other=0), axis=0).to(tl.int32) // k
         goal = f - f % tile
         if FORCE == 1:
-            goal = tl.minimum(tl.where(f % tile > 0, goal + tile, goal), tokens)
-    quota = tl.where(goal > f, goal - f, tl.maximum(goal - kept, 0))
-    mine = keys + e.to(tl.int64) * T
-    t = tl.arange(0, BLOCK)
-    value = tl.full((), 0xFFFFFFFF, tl.uint32)
-    token = tl.full((), -1, tl.int32)
-    if (goal != f) & (quota > 0):
-        key = tl.load(mine + t, mask=(t < T) & ONE, other=EMPTY_KEY)
-        key = key.to(tl.uint32, bitcast=True) ^ 0x80000000
-        value, token = _last_taken(mine, key, quota, T, ONE, BLOCK, BITS)
-    if FORCE > 0:
-        total = 0.0
-        if goal != f:
-            for first in range(0, T, BLOCK):
-                at = first + t
-                some = tl.load(mine + at, mask=at < T, other=EMPTY_KEY)
-                number = some.to(tl.uint32, bitcast=True) ^ 0x80000000
-                taken = (number > value) | ((number == value) & (at <= token))
-                if FORCE == 2:
-                    taken = (taken == 0) & (some != EMPTY_KEY)
-                u = unordered(some)
+            ids = tl.arange(0, EP)
+            total = tl.sum(tl.load(counts + ids, mask=ids < E, other=0), axis=0).to(tl.int32)
+            goal = tl.minimum(tl.where(f % tile > 0, goal + tile, goal), total // K)
+    else:
+        goal = tl.load(target + e)
+    grow = goal > f
+    quota = tl.where(grow, goal - f, f - tl.maximum(goal, kept))
+    row = e.to(tl.int64) * groups
+    extremes += row
+    chosen += row
+    keys += row * 32
+    total = 0.0
+    if quota > 0:
+        # ------------------------------------------------------------------------------- groups
+        at = tl.arange(0, BG)
+        key = tl.full((BG,), 0, tl.uint32)
+        if ALL_GROUPS:
+            key = _unsigned(tl.load(extremes + at, mask=at < groups, other=EMPTY_KEY))
+        one = tl.full((), 1, tl.uint32)
+        some, _ = _counts(extremes, one, one, groups, ALL_GROUPS, BG, key)
+        some = tl.minimum(some, quota)
+        value, last = _last_taken(extremes, key, some, groups, ALL_GROUPS, BG)
+        place = 0
+        for first in range(0, groups, BG):
+            number = first + at
+            key = _unsigned(tl.load(extremes + number, mask=number < groups, other=EMPTY_KEY))
+            taken = (key > value) | ((key == value) & (number <= last))
+            nth = tl.cumsum(taken.to(tl.int32), axis=0).to(tl.int32)
+            number = tl.where(grow, number, groups - 1 - number)
+            tl.store(chosen + place + nth - 1, number, mask=taken)
+            place += _total(taken)
+        tl.debug_barrier()
+        # ----------------------------------------------------------------------------- candidates
+        at = tl.arange(0, BC)
+        end = some * 32
+        key = tl.full((BC,), 0, tl.uint32)
+        if ALL_KEYS:
+            found, bit = _candidates(
+                logits, expert, lse, members, chosen, e, at, end, grow, T, stride_t, stride_e,
+                SCORE, PROTECT, E, K,
+            )  # fmt: skip
+            key = _unsigned(found)
+        else:
+            for first in range(0, end, BC):
+                fresh, bits = _candidates(
+                    logits, expert, lse, members, chosen, e, first + at, end, grow, T, stride_t,
+                    stride_e, SCORE, PROTECT, E, K,
+                )  # fmt: skip
+                tl.store(keys + first + at, fresh, mask=first + at < end)
+            tl.debug_barrier()
+        value, last = _last_taken(keys, key, quota, end, ALL_KEYS, BC)
+        for first in range(0, end, BC):
+            number = first + at
+            if not ALL_KEYS:
+                found, bit = _candidates(
+                    logits, expert, lse, members, chosen, e, number, end, grow, T, stride_t,
+                    stride_e, SCORE, PROTECT, E, K,
+                )  # fmt: skip
+                key = _unsigned(found)
+            taken = (key > value) | ((key == value) & (number <= last))
+            if FORCE > 0:
+                u = unordered(tl.where(grow, found, ~found))
                 if SCORE == _SOFTMAX:
                     s = tl.exp(u)
                 else:
                     s = elementwise_score(u, SCORE)
                 total += tl.sum(tl.where(taken, s, 0.0), axis=0)
+            else:
+                turned = tl.reshape(taken.to(tl.int32) << bit, (BC // 32, 32))
+                turned = tl.sum(turned, axis=1).to(tl.int32)
+                slot = first // 32 + tl.arange(0, BC // 32)
+                where = members + tl.load(chosen + slot, mask=slot < some, other=0) * E + e
+                turned = turned ^ tl.load(where, mask=slot < some, other=0)
+                tl.debug_barrier()
+                tl.store(where, turned, mask=slot < some)
+    if FORCE > 0:
         tl.store(mass + e, total)
     else:
-        tl.store(last_key + e, (value ^ 0x80000000).to(tl.int32, bitcast=True))
-        tl.store(last_token + e, token)
-
-
-@triton.jit(do_not_specialize=["T", "tile", "least", "cap"])
-def _round_kernel(
-    logits, expert, lse, counts, top1, uniform, gain, target, members, work, T, tile, least, cap,
-    stride_t, stride_e,
-    VARIANT: tl.constexpr, HAS_CAP: tl.constexpr, GIVEN: tl.constexpr, SCORE: tl.constexpr,
-    PROTECT: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """All of expert e's rounding, its tokens in registers: target, choice, members.
-
-    GIVEN: the targets are known. Else they are computed here and written. The results are those of
-    `_targets_kernel`, `_rank_keys_kernel`, `_select_kernel` and `_member_kernel`.
-    """
-    e = tl.program_id(0)
-    f = tl.load(counts + e)
-    if GIVEN:
-        goal = tl.load(target + e)
-    else:
-        goals, _ = _goals(
-            counts, top1, uniform, gain, tile, least, cap, K, VARIANT, E, EP, CHUNK, PROTECT,
-            HAS_CAP,
-        )  # fmt: skip
-        goal = tl.sum(tl.where(tl.arange(0, EP) == e, goals, 0), axis=0).to(tl.int32)
-        tl.store(target + e, goal)
-    t = tl.arange(0, BLOCK)
-    inside = t < T
-    row = t.to(tl.int64)
-    first = tl.load(expert + row * K, mask=inside, other=-1)
-    own = first == e
-    for j in tl.static_range(1, K):
-        own = own | (tl.load(expert + row * K + j, mask=inside, other=-1) == e)
-    member = own
-    if goal != f:
-        z = tl.load(logits + row * stride_t + e.to(tl.int64) * stride_e, mask=inside, other=0.0)
-        z = z.to(tl.float32)
-        z = tl.where(z != z, _MINUS_INF, tl.minimum(z, _FLT_MAX))
-        if SCORE == _SOFTMAX:
-            z = z - tl.load(lse + row, mask=inside, other=0.0)
-        may = (own != (goal > f)) & (first >= 0)
-        kept = 0
-        if PROTECT:
-            may = may & (first != e)
-            kept = tl.load(top1 + e)
-        key = tl.where(may, ordered(z + 0.0), EMPTY_KEY)
-        key = key.to(tl.uint32, bitcast=True) ^ 0x80000000
-        quota = tl.where(goal > f, goal - f, tl.maximum(goal - kept, 0))
-        taken = may & (t < 0)
-        if quota > 0:
-            value, token = _last_taken(logits, key, quota, T, True, BLOCK, BITS)
-            taken = may & ((key > value) | ((key == value) & (t <= token)))
-        member = taken | (own & (goal > f))
-        if PROTECT:
-            member = member | (first == e)
-    bits = tl.reshape(member.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
-    words = tl.sum(bits, axis=1).to(tl.int32)
-    group = tl.arange(0, BLOCK // 32)
-    tl.store(members + group * E + e, words, mask=group * 32 < T)
-    each = tl.sum(tl.reshape(member.to(tl.int32), (BLOCK // PART, PART)), axis=1).to(tl.int32)
-    part = tl.arange(0, BLOCK // PART)
-    tl.store(work + part * E + e, each, mask=part * PART < T)
-
-
-@triton.jit(do_not_specialize=["T", "block"])
-def _member_kernel(
-    logits, expert, lse, counts, target, last_key, last_token, members, work, T, block,
-    stride_t, stride_e,
-    E: tl.constexpr, BE: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
-    PROTECT: tl.constexpr,
-):  # fmt: skip
-    """Members of BE experts: bit t % 32 of word [t / 32, e] says whether e has t [T / 32, E]; per
-    block of tokens the pairs of each expert."""
-    column = tl.program_id(1) * BE + tl.arange(0, BE)
-    real = column < E
-    f = tl.load(counts + column, mask=real, other=0)
-    goal = tl.load(target + column, mask=real, other=0)
-    key_e = tl.load(last_key + column, mask=real, other=0)
-    token_e = tl.load(last_token + column, mask=real, other=-1)
-    per_expert = tl.zeros((BE,), dtype=tl.int32)
-    begin = tl.program_id(0) * block
-    end = tl.minimum(begin + block, T)
-    for first_row in range(begin, end, 32):
-        row = first_row + tl.arange(0, 32)
-        inside = row < end
-        long = row.to(tl.int64)
-        mask = inside[:, None] & real[None, :]
-        at = long[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
-        moved = mask & (goal != f)[None, :]
-        z = tl.load(logits + at, mask=moved, other=0.0).to(tl.float32)
-        key = _keys_of(z, tl.load(lse + long, mask=inside, other=0.0), SCORE)
-        ahead = (key > key_e[None, :]) | (
-            (key == key_e[None, :]) & (row[:, None] <= token_e[None, :])
-        )
-        own = _chosen(expert, long, inside, column, K)
-        first = tl.load(expert + long * K, mask=inside, other=-1)
-        stay = own & (ahead | (goal >= f)[None, :])
-        if PROTECT:
-            stay = stay | (column[None, :] == first[:, None])
-        join = (own == 0) & (goal > f)[None, :] & ahead & (first >= 0)[:, None]
-        member = ((stay | join) & mask).to(tl.int32)
-        per_expert += tl.sum(member, axis=0).to(tl.int32)
-        word = tl.sum(member << tl.arange(0, 32)[:, None], axis=0).to(tl.int32)
-        tl.store(members + (first_row // 32) * E + column, word, mask=real)
-    tl.store(work + tl.program_id(0) * E + column, per_expert, mask=real)
+        tl.debug_barrier()
+        ahead = 0
+        for first in range(0, groups, BG):
+            group = first + tl.arange(0, BG)
+            some_e = tl.load(members + group * E + e, mask=group < groups, other=0)
+            each = popcount(some_e, ASM)
+            up_to = tl.cumsum(each, axis=0).to(tl.int32)
+            tl.store(before + group * E + e, ahead + up_to - each, mask=group < groups)
+            ahead += tl.sum(each, axis=0).to(tl.int32)
 
 
 @triton.jit
 def _member_tile(members, row, inside, E: tl.constexpr, EP: tl.constexpr):
-    """int32 [B, EP] of 0 and 1 from the bits of `_member_kernel`."""
+    """int32 [B, EP] of 0 and 1 from the bits of `members`."""
     column = tl.arange(0, EP)
     at = (row // 32)[:, None] * E + column[None, :]
     words = tl.load(members + at, mask=inside[:, None] & (column < E)[None, :], other=0)
@@ -645,78 +672,65 @@ def _weights(z, live, lse, SCORE: tl.constexpr, NORM: tl.constexpr):
             return s * inverse, inverse
 
 
-@triton.jit(do_not_specialize=["T", "S", "block", "blocks"])
+@triton.jit(do_not_specialize=["T", "S"])
 def _fill_kernel(
-    logits, expert, gate, lse, members, work, totals, gate_S, expert_S, row_S, slot_R, token_R,
-    offsets, slot_offsets, T, S, block, blocks, stride_t, stride_e, scale,
+    logits, expert, gate, lse, members, before, target, gate_S, expert_S, row_S, slot_R, token_R,
+    offsets, slot_offsets, T, S, stride_t, stride_e, scale,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
-    NORM: tl.constexpr, RENORM: tl.constexpr, BT: tl.constexpr, SUM: tl.constexpr,
+    NORM: tl.constexpr, RENORM: tl.constexpr, BT: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Slots and rows of one block's pairs, from the pairs of all earlier blocks: `work`, and
-    `totals` of all. SUM > 0: `work` holds each block's own pairs, and every program adds up those
-    of all blocks, SUM at once."""
+    """Slots and rows of the pairs of BT tokens of one group of 32, from the pairs of each expert in
+    all (`target` [E]) and before each group (`before` [groups, E])."""
+    _after_the_kernel_before(PDL)
     column = tl.arange(0, EP)
     real = column < E
     part = tl.program_id(0)
-    if SUM > 0:
-        total_e = tl.zeros((EP,), dtype=tl.int32)
-        ahead = tl.zeros((EP,), dtype=tl.int32)
-        for first in range(0, blocks, SUM):
-            other = (first + tl.arange(0, SUM))[:, None]
-            known = (other < blocks) & real[None, :]
-            some = tl.load(work + other * E + column[None, :], mask=known, other=0)
-            total_e += tl.sum(some, axis=0).to(tl.int32)
-            ahead += tl.sum(tl.where(other < part, some, 0), axis=0).to(tl.int32)
-    else:
-        total_e = tl.load(totals + column, mask=real, other=0)
-        ahead = tl.load(work + part * E + column, mask=real, other=0)
+    begin = part * BT
+    total_e = tl.load(target + column, mask=real, other=0)
+    at = begin // 32 * E + column
+    word = tl.load(members + at, mask=real, other=0) & ((1 << (begin % 32)) - 1)
+    ahead = tl.load(before + at, mask=real, other=0) + popcount(word, ASM)
     pairs = tl.sum(total_e, axis=0).to(tl.int32)
     start_e = tl.cumsum(total_e, axis=0).to(tl.int32) - total_e
     if part == 0:
         tl.store(offsets + column, start_e, mask=real)
         tl.store(offsets + E, pairs)
         tl.store(slot_offsets + T, pairs)
-    next_row = start_e + ahead
-    next_slot = tl.sum(ahead, axis=0).to(tl.int32)
-    begin = part * block
-    end = tl.minimum(begin + block, T)
-    for first_row in range(begin, end, BT):
-        t = first_row + tl.arange(0, BT)
-        inside = t < end
-        row = t.to(tl.int64)
-        bits = _member_tile(members, t, inside, E, EP)
-        member = bits > 0
-        each = tl.sum(bits, axis=1).to(tl.int32)
-        first_slot = next_slot + tl.cumsum(each, axis=0).to(tl.int32) - each
-        tl.store(slot_offsets + t, first_slot, mask=inside)
-        slot = first_slot[:, None] + tl.cumsum(bits, axis=1).to(tl.int32) - bits
-        at_row = next_row[None, :] + tl.cumsum(bits, axis=0).to(tl.int32) - bits
+    t = begin + tl.arange(0, BT)
+    inside = t < T
+    row = t.to(tl.int64)
+    bits = _member_tile(members, t, inside, E, EP)
+    member = bits > 0
+    each = tl.sum(bits, axis=1).to(tl.int32)
+    first_slot = tl.sum(ahead, axis=0).to(tl.int32) + tl.cumsum(each, axis=0).to(tl.int32) - each
+    tl.store(slot_offsets + t, first_slot, mask=inside)
+    slot = first_slot[:, None] + tl.cumsum(bits, axis=1).to(tl.int32) - bits
+    at_row = (start_e + ahead)[None, :] + tl.cumsum(bits, axis=0).to(tl.int32) - bits
 
-        # weights are wanted of members alone, but for the denominator over all experts
-        wanted = member
-        if (SCORE != _SOFTMAX) and (NORM != _SOFTMAX_TOPK) and (NORM != _PLAIN):
-            wanted = inside[:, None] & real[None, :]
-        at = row[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
-        z = tl.load(logits + at, mask=wanted, other=_MINUS_INF).to(tl.float32)
-        z = tl.where(z != z, _MINUS_INF, tl.minimum(z, _FLT_MAX))
-        row_lse = tl.load(lse + row, mask=inside, other=0.0)
-        weight, _ = _weights(z, z > _MINUS_INF, row_lse, SCORE, NORM)
-        g = weight * scale
-        if RENORM == _TR:
-            g = g / (tl.sum(tl.where(member, weight, 0.0), axis=1) + 1e-20)[:, None]
-        if RENORM == _TC:
-            for k in tl.static_range(K):
-                id = tl.load(expert + row * K + k, mask=inside, other=-1)
-                own = tl.load(gate + row * K + k, mask=inside, other=0.0)
-                g = tl.where(column[None, :] == id[:, None], own[:, None], g)
-        tl.store(gate_S + slot, g, mask=member)
-        ids = tl.broadcast_to(column[None, :], (BT, EP))
-        tl.store(expert_S + slot, ids, mask=member)
-        tl.store(row_S + slot, at_row, mask=member)
-        tl.store(slot_R + at_row, slot, mask=member)
-        tl.store(token_R + at_row, tl.broadcast_to(t[:, None], (BT, EP)), mask=member)
-        next_row += tl.sum(bits, axis=0).to(tl.int32)
-        next_slot += tl.sum(each, axis=0).to(tl.int32)
+    # weights are wanted of members alone, but for the denominator over all experts
+    wanted = member
+    if (SCORE != _SOFTMAX) and (NORM != _SOFTMAX_TOPK) and (NORM != _PLAIN):
+        wanted = inside[:, None] & real[None, :]
+    at = row[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
+    z = tl.load(logits + at, mask=wanted, other=_MINUS_INF).to(tl.float32)
+    z = tl.where(z != z, _MINUS_INF, tl.minimum(z, _FLT_MAX))
+    row_lse = tl.load(lse + row, mask=inside, other=0.0)
+    weight, _ = _weights(z, z > _MINUS_INF, row_lse, SCORE, NORM)
+    g = weight * scale
+    if RENORM == _TR:
+        g = g / (tl.sum(tl.where(member, weight, 0.0), axis=1) + 1e-20)[:, None]
+    if RENORM == _TC:
+        for k in tl.static_range(K):
+            id = tl.load(expert + row * K + k, mask=inside, other=-1)
+            own = tl.load(gate + row * K + k, mask=inside, other=0.0)
+            g = tl.where(column[None, :] == id[:, None], own[:, None], g)
+    tl.store(gate_S + slot, g, mask=member)
+    ids = tl.broadcast_to(column[None, :], (BT, EP))
+    tl.store(expert_S + slot, ids, mask=member)
+    tl.store(row_S + slot, at_row, mask=member)
+    tl.store(slot_R + at_row, slot, mask=member)
+    tl.store(token_R + at_row, tl.broadcast_to(t[:, None], (BT, EP)), mask=member)
     clear_tail(slot_R, token_R, pairs, S, part, tl.num_programs(0), 1024)
     for at in range(pairs + part * 1024, S, tl.num_programs(0) * 1024):
         s = at + tl.arange(0, 1024)
@@ -777,15 +791,18 @@ def _rounding_backward_kernel(
 
 # ---------------------------------------------------------------------------------------- launchers
 
-# Keys of one expert that a program of the selection holds in registers; more are read again for
-# every bit.
-_KEYS_IN_REGISTERS = 32768
-# Tokens of one expert that a program of the whole rounding holds: keys and who is chosen.
-_TOKENS_IN_REGISTERS = 16384
-# Tokens of a program that fills slots.
-_BLOCK = 128
-# Counts of all blocks that every such program may add up itself, without a launch in between.
-_SUMMED_AT_ONCE = 32768
+# Keys of one expert that a program holds; more are read again for every step of the search.
+_KEYS_IN_REGISTERS = 8192
+# Experts of a program that looks for extremes; targets of more are computed before.
+_COLUMNS = 256
+
+
+def _overlap(device: torch.device) -> dict[str, bool]:
+    """Options of launches that begin under the kernel before and wait at their head until it has
+    ended (programmatic dependent launch), where the device has that: it hides the time of a
+    launch."""
+    can = device.type == "cuda" and capability(device)[0] >= 9
+    return {"PDL": can, "launch_pdl": can}
 
 
 class _Call(NamedTuple):
@@ -803,26 +820,43 @@ class _Call(NamedTuple):
     renorm: str
 
 
-def _select(
+def _most_changes(call: _Call, tokens: int) -> int:
+    """Bound on the tokens that join or leave one expert."""
+    if call.cap:
+        return tokens
+    most = call.tile - 1  # for the variant score: of either of the two targets
+    if call.variant in ("nearest", "nearest_even") and not call.protect_top1:
+        most = call.tile // 2
+    return min(tokens, max(most, call.min_tiles * call.tile))
+
+
+def _change(
     call: _Call, logits: Tensor, expert: Tensor, lse: Tensor, counts: Tensor, top1: Tensor,
-    target: Tensor, keys: Tensor, last_key: Tensor, last_token: Tensor, mass: Tensor, force: int,
+    uniform: Tensor, gain: Tensor, target: Tensor, members: Tensor, before: Tensor, mass: Tensor,
+    work: Tensor, force: int, given: bool,
 ) -> None:  # fmt: skip
-    T, E = logits.shape
-    k = expert.shape[1]
-    be = min(32, next_power_of_2(E))
-    bt = 2048 // be
-    launch(_rank_keys_kernel, (cdiv(T, bt), cdiv(E, be)),
-        logits, expert, lse, counts, target, keys, T, logits.stride(0), logits.stride(1), call.tile,
-        E=E, K=k, SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, FORCE=force, BT=bt,
-        BE=be, num_warps=4,
+    """`members` and `before` of the `target`, which is computed unless `given`; with `force` only
+    the `mass`. work: int32 [2, E, groups]."""
+    (T, E), groups = logits.shape, members.shape[0]
+    form = {"SCORE": SCORE_CODE[call.score], "PROTECT": call.protect_top1, "FORCE": force}
+    form |= {"E": E, "K": expert.shape[1]} | _overlap(logits.device)
+    strides, ep = (logits.stride(0), logits.stride(1)), next_power_of_2(E)
+    be = min(ep, _COLUMNS)
+    bg = max(1, min(next_power_of_2(groups), 256 // be))
+    launch(_extremes_kernel, (cdiv(groups, bg), cdiv(E, be)),
+        logits, expert, lse, counts, top1, uniform, gain, target, work[0], members, T, groups,
+        call.tile, call.min_tiles * call.tile, call.cap, *strides, VARIANT=_VARIANT[call.variant],
+        HAS_CAP=call.cap > 0, GIVEN=given, **form, BG=bg, BE=be, CHUNK=32, num_warps=4,
     )  # fmt: skip
-    one = T <= _KEYS_IN_REGISTERS
-    block = next_power_of_2(T) if one else 8192
-    launch(_select_kernel, (E,),
-        counts, target, top1, keys, last_key, last_token, mass, T, call.tile, k,
-        SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, FORCE=force, E=E,
-        EP=next_power_of_2(E), ONE=one, BLOCK=block, BITS=T.bit_length(),
-        num_warps=max(4, min(32, block // 1024)),
+    most = 32 * next_power_of_2(min(groups, _most_changes(call, T)))
+    bc = min(most, max(32, _KEYS_IN_REGISTERS))
+    bg = min(next_power_of_2(groups), max(1, _KEYS_IN_REGISTERS))
+    keys = work if bc == most else work.new_empty(E, groups * 32)
+    launch(_change_kernel, (E,),
+        logits, expert, lse, counts, top1, target, *work, keys, members, before, mass, T, groups,
+        call.tile, *strides, **form, EP=ep, BG=bg, ALL_GROUPS=bg >= groups, BC=bc,
+        ALL_KEYS=bc == most, ASM=not INTERPRET,
+        num_warps=max(4, min(32, max(bc, bg) // 512)),
     )  # fmt: skip
 
 
@@ -857,13 +891,11 @@ def _token_rounding_triton(
     floats = {"dtype": torch.float32, "device": logits_TE.device}
     S = call.slots
     ep = next_power_of_2(E)
-    strides = (logits_TE.stride(0), logits_TE.stride(1))
-    blocks = cdiv(T, _BLOCK)
-    members = torch.empty(cdiv(T, 32), E, **ints)
-    work = torch.empty(blocks, E, **ints)
+    groups = cdiv(T, 32)
+    members, before = (torch.empty(groups, E, **ints) for _ in range(2))
+    work = torch.empty(2, E, groups, **ints)
     target = torch.empty(E, **ints)
-    one = T <= _TOKENS_IN_REGISTERS
-    given = not one or call.variant in ("score", "balanced")
+    given = ep > _COLUMNS or call.variant in ("score", "balanced")
     top1 = counts_E
     gain = lse_T
     with on_device(logits_TE):
@@ -874,53 +906,30 @@ def _token_rounding_triton(
                 0, first_T, torch.ones_like(expert_TK[:, 0])
             )
             top1 = top1[:E]
-        if not one or call.variant == "score":
-            keys, last = torch.empty(E, T, **ints), torch.empty(2, E, **ints)
+        router = (logits_TE, expert_TK, lse_T, counts_E, top1)
         if call.variant == "score":
             mass = torch.empty(2, E, **floats)
             for force in (1, 2):
-                _select(
-                    call, logits_TE, expert_TK, lse_T, counts_E, top1, counts_E, keys, *last,
-                    mass[force - 1], force,
+                _change(
+                    call, *router, gain, gain, target, members, before, mass[force - 1], work,
+                    force, True,
                 )  # fmt: skip
             gain = mass[0] - mass[1]
         if given:
             target = _targets(call, counts_E, k, top1, uniform_E, gain)
-        if one:
-            part = next_power_of_2(T)
-            launch(_round_kernel, (E,),
-                logits_TE, expert_TK, lse_T, counts_E, top1,
-                gain if uniform_E is None else uniform_E, gain, target, members, work, T,
-                call.tile, call.min_tiles * call.tile, call.cap, *strides,
-                VARIANT=_VARIANT[call.variant], HAS_CAP=call.cap > 0, GIVEN=given,
-                SCORE=SCORE_CODE[call.score], PROTECT=call.protect_top1, E=E, EP=ep, K=k,
-                BLOCK=max(part, _BLOCK), BITS=T.bit_length(), PART=_BLOCK,
-                CHUNK=max(1, min(32, 8192 // ep)), num_warps=max(4, min(32, part // 512)),
-            )  # fmt: skip
-        else:
-            _select(
-                call, logits_TE, expert_TK, lse_T, counts_E, top1, target, keys, *last, gain, 0
-            )  # fmt: skip
-            be = min(ep, 64)
-            launch(_member_kernel, (blocks, cdiv(E, be)),
-                logits_TE, expert_TK, lse_T, counts_E, target, *last, members, work, T, _BLOCK,
-                *strides, E=E, BE=be, K=k, SCORE=SCORE_CODE[call.score],
-                PROTECT=call.protect_top1, num_warps=4,
-            )  # fmt: skip
-        totals = work
-        sums = max(1, 8192 // ep) if blocks * E <= _SUMMED_AT_ONCE else 0
-        if not sums:
-            totals = torch.empty(E, **ints)
-            launch_finish(work, None, None, totals, None, None, prefix=True)
+        uniform = gain if uniform_E is None else uniform_E
+        _change(call, *router, uniform, gain, target, members, before, gain, work, 0, given)
         gate_S = torch.empty(S, **floats)
         expert_S, row_S, slot_R, token_R = (torch.empty(S, **ints) for _ in range(4))
         offsets, slot_offsets = torch.empty(E + 1, **ints), torch.empty(T + 1, **ints)
-        launch(_fill_kernel, (blocks,),
-            logits_TE, expert_TK, gate_TK, lse_T, members, work, totals, gate_S, expert_S, row_S,
-            slot_R, token_R, offsets, slot_offsets, T, S, _BLOCK, blocks, *strides, call.scale,
-            E=E, EP=ep, K=k, SCORE=SCORE_CODE[call.score], NORM=NORM_CODE[call.norm],
-            RENORM=_RENORM[call.renorm], BT=max(1, min(64, 4096 // ep)),
-            SUM=min(sums, next_power_of_2(blocks)), num_warps=8,
+        bt = max(1, min(32, 1024 // ep))
+        launch(_fill_kernel, (cdiv(T, bt),),
+            logits_TE, expert_TK, gate_TK, lse_T, members, before, target, gate_S, expert_S,
+            row_S, slot_R, token_R, offsets, slot_offsets, T, S, logits_TE.stride(0),
+            logits_TE.stride(1), call.scale, E=E, EP=ep, K=k, SCORE=SCORE_CODE[call.score],
+            NORM=NORM_CODE[call.norm], RENORM=_RENORM[call.renorm], BT=bt,
+            ASM=not INTERPRET, num_warps=max(1, min(8, bt * ep // 256)),
+            **_overlap(logits_TE.device),
         )  # fmt: skip
     return gate_S, expert_S, slot_offsets, target, row_S, slot_R, token_R, offsets, members
 

@@ -315,23 +315,42 @@ def test_kernel_sizes(T, E, k, tile):
 
 
 @triton_only
-@pytest.mark.parametrize("in_registers", [0, 64])
+@pytest.mark.parametrize("in_registers", [1, 32, 128])
 @pytest.mark.parametrize("variant", ["up", "down", "score"])
-def test_tokens_that_do_not_fit_into_registers(monkeypatch, in_registers, variant):
-    # ties inside one expert, over the blocks of keys that are read again for every bit
-    monkeypatch.setattr(module, "_TOKENS_IN_REGISTERS", 0)
+def test_keys_that_do_not_fit_into_registers(monkeypatch, in_registers, variant):
+    # ties inside one expert, over the blocks of keys that are read again for every step
     monkeypatch.setattr(module, "_KEYS_IN_REGISTERS", in_registers)
-    z = (torch.randn(40, 3) * 2).round() / 2
-    compare(z, 1, tile=8, variant=variant)
+    z = (torch.randn(300, 3) * 2).round() / 2
+    compare(z, 1, tile=64, variant=variant)
+    compare(torch.randn(300, 3), 1, tile=64, variant=variant)
 
 
 @triton_only
-@pytest.mark.parametrize("at_once", [0, 1 << 20])
-@pytest.mark.parametrize("tokens", [128, 300])
-def test_several_blocks_of_slots(monkeypatch, at_once, tokens):
-    monkeypatch.setattr(module, "_SUMMED_AT_ONCE", at_once)
-    monkeypatch.setattr(module, "_TOKENS_IN_REGISTERS", 200)
-    compare(torch.randn(tokens, 5), 2, tile=32, variant="nearest")
+@pytest.mark.parametrize("variant", ["nearest", "up", "down", "score"])
+@pytest.mark.parametrize("coarse", [False, True])
+def test_few_of_many_groups(variant, coarse):
+    """Fewer changes than groups of tokens, with ties between groups, and crowded groups."""
+    z = torch.randn(1000, 4)
+    z[:40] += 3.0  # the best tokens are neighbours
+    z = (z * 2).round() / 2 if coarse else z
+    valid = torch.rand(1000) < 0.9
+    compare(z, 2, tile=16, variant=variant, valid=valid)
+    compare(z, 2, tile=16, variant=variant, valid=valid, score="sigmoid", protect_top1=True)
+
+
+@triton_only
+def test_more_experts_leave_the_targets_to_another_launch(monkeypatch):
+    monkeypatch.setattr(module, "_COLUMNS", 4)
+    compare(torch.randn(100, 7), 2, tile=8, variant="nearest")
+
+
+@triton_only
+def test_capped_experts_lose_many(monkeypatch):
+    z = torch.randn(400, 4)
+    z[:, 0] += 3.0
+    compare(z, 2, tile=16, variant="nearest", cap=CAP_UNIT * 5 // 4)
+    monkeypatch.setattr(module, "_KEYS_IN_REGISTERS", 64)
+    compare(z, 2, tile=16, variant="nearest", cap=CAP_UNIT * 5 // 4)
 
 
 @triton_only
