@@ -603,7 +603,7 @@ def _change_kernel(
             key = _unsigned(found)
         else:
             for first in range(0, end, BC):
-                fresh, bits = _candidates(
+                fresh, _bits = _candidates(
                     logits, expert, lse, members, chosen, e, first + at, end, grow, T, stride_t,
                     stride_e, SCORE, PROTECT, E, K,
                 )  # fmt: skip

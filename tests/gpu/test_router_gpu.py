@@ -427,6 +427,14 @@ def test_rounding_of_ties():
     compare_rounding(z, 2, RoundingConfig(variant="up", tile=256, min_mean_tiles=0.0))
 
 
+def test_rounding_that_drops_many():
+    z = torch.randn(40000, 16, device=CUDA)
+    z[:, :2] += 3.0  # more candidates than a program holds
+    for variant in ("nearest", "score"):
+        compare_rounding(z, 2, RoundingConfig(variant=variant, max_tiles=1.25))
+        compare_rounding(z.bfloat16().float(), 2, RoundingConfig(variant=variant, max_tiles=1.25))
+
+
 # ------------------------------------------------------------------------ syncs, graphs, compiler
 
 
