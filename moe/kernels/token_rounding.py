@@ -422,24 +422,25 @@ def _extremes_kernel(
     wanted = (group < groups)[:, None] & (real & moves)[None, :]
     best = tl.full((BG, BE), EMPTY_KEY, tl.int32)
     word = tl.full((BG, BE), 0, tl.int32)
-    for i in tl.static_range(32):
-        t = group * 32 + i
-        inside = t < T
-        row = t.to(tl.int64)
-        at = row[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
-        z = tl.load(logits + at, mask=wanted & inside[:, None], other=0.0).to(tl.float32)
-        key = _keys_of(z, tl.load(lse + row, mask=inside, other=0.0), SCORE)
-        first = tl.load(expert + row * K, mask=inside, other=-1)
-        own = column[None, :] == first[:, None]
-        may = (first >= 0)[:, None]
-        if PROTECT:
-            may = may & (own == 0)
-        for k in tl.static_range(1, K):
-            other = tl.load(expert + row * K + k, mask=inside, other=-1)
-            own = own | (column[None, :] == other[:, None])
-        may = may & (own != grow[None, :])
-        best = tl.maximum(best, tl.where(may, tl.where(grow[None, :], key, ~key), EMPTY_KEY))
-        word = word | (own.to(tl.int32) << i)
+    for begin in range(0, 32, 4):  # a few loads under way, not too many registers
+        for i in tl.static_range(4):
+            t = group * 32 + begin + i
+            inside = t < T
+            row = t.to(tl.int64)
+            at = row[:, None] * stride_t + column[None, :].to(tl.int64) * stride_e
+            z = tl.load(logits + at, mask=wanted & inside[:, None], other=0.0).to(tl.float32)
+            key = _keys_of(z, tl.load(lse + row, mask=inside, other=0.0), SCORE)
+            first = tl.load(expert + row * K, mask=inside, other=-1)
+            own = column[None, :] == first[:, None]
+            may = (first >= 0)[:, None]
+            if PROTECT:
+                may = may & (own == 0)
+            for k in tl.static_range(1, K):
+                other = tl.load(expert + row * K + k, mask=inside, other=-1)
+                own = own | (column[None, :] == other[:, None])
+            may = may & (own != grow[None, :])
+            best = tl.maximum(best, tl.where(may, tl.where(grow[None, :], key, ~key), EMPTY_KEY))
+            word = word | (own.to(tl.int32) << (begin + i))
     mask = (group < groups)[:, None] & real[None, :]
     tl.store(members + group[:, None] * E + column[None, :], word, mask=mask)
     place = tl.where(grow[None, :], group[:, None], groups - 1 - group[:, None])
@@ -849,7 +850,7 @@ def _change(
         HAS_CAP=call.cap > 0, GIVEN=given, **form, BG=bg, BE=be, CHUNK=32, num_warps=4,
     )  # fmt: skip
     most = 32 * next_power_of_2(min(groups, _most_changes(call, T)))
-    bc = min(most, max(32, _KEYS_IN_REGISTERS))
+    bc = most if most <= _KEYS_IN_REGISTERS else max(32, _KEYS_IN_REGISTERS // 8)
     bg = min(next_power_of_2(groups), max(1, _KEYS_IN_REGISTERS))
     keys = work if bc == most else work.new_empty(E, groups * 32)
     launch(_change_kernel, (E,),
