@@ -857,7 +857,7 @@ def _change(
         logits, expert, lse, counts, top1, target, *work, keys, members, before, mass, T, groups,
         call.tile, *strides, **form, EP=ep, BG=bg, ALL_GROUPS=bg >= groups, BC=bc,
         ALL_KEYS=bc == most, ASM=not INTERPRET,
-        num_warps=max(4, min(32, max(bc, bg) // 512)),
+        num_warps=max(4, min(32, max(bc, bg) // (512 if bc == most else 256))),
     )  # fmt: skip
 
 
