@@ -54,6 +54,8 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     device = torch.device(plan.device, world.local_rank if plan.device == "cuda" else None)
     if config.run.deterministic:
         setup_determinism()
+    if plan.device == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # this run's, in a process that had others
     seed_all(config.run.seed, world.rank)
 
     run = open_run(config, world)

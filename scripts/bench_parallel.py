@@ -263,6 +263,7 @@ def _traced(
             y, _ = layer(x)
             y.backward(torch.ones_like(y))
         _wait_for(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(path))
     moving, computing = [], []
     for event in json.loads(path.read_text())["traceEvents"]:
@@ -523,6 +524,7 @@ def main(arguments: list[str]) -> int:
     for line in (columns, *texts):
         print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
     if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
         extra = {"shape": asdict(shape)} if given.what == "layer" else {}
         given.json.write_text(json.dumps({"rows": table, "nproc": given.nproc, **extra}, indent=1))
     return 0
