@@ -423,23 +423,23 @@ def hopper_launches(x, w1, w2, h, a, slots) -> dict[str, tuple[list, Callable]]:
     """Product → (configurations, launch) of the Hopper kernels; empty where they cannot run."""
     if torch.cuda.get_device_capability()[0] != 9 or hopper.missing() is not None:
         return {}
-    from moe.kernels.hopper._configs import trials
+    from moe.kernels.hopper._configs import CONFIGS
     from moe.kernels.hopper.down_backward import down_backward_hopper
     from moe.kernels.hopper.outer import weight_gradient_hopper
     from moe.kernels.hopper.rows import rows_hopper, up_forward_hopper
 
     token, offsets = slots[1], slots[-1]
     return {
-        "up": (trials("up"), lambda c, t: up_forward_hopper(x, w1, token, True, t, c)),
-        "down": (trials("rows"), lambda c, t: rows_hopper(
+        "up": (CONFIGS["up"], lambda c, t: up_forward_hopper(x, w1, token, True, t, c)),
+        "down": (CONFIGS["rows"], lambda c, t: rows_hopper(
             a, w2, None, t, transposed=True, config=c)),
-        "dH": (trials("down_backward"), lambda c, t: down_backward_hopper(
+        "dH": (CONFIGS["down_backward"], lambda c, t: down_backward_hopper(
             x, w2, h, *slots, True, t, c)),
-        "dX": (trials("rows"), lambda c, t: rows_hopper(
+        "dX": (CONFIGS["rows"], lambda c, t: rows_hopper(
             h, w1, None, t, transposed=False, config=c)),
-        "dW2": (trials("outer_left"), lambda c, t: weight_gradient_hopper(
+        "dW2": (CONFIGS["outer_left"], lambda c, t: weight_gradient_hopper(
             x, a, token, None, offsets, c)),
-        "dW1": (trials("outer_right"), lambda c, t: weight_gradient_hopper(
+        "dW1": (CONFIGS["outer_right"], lambda c, t: weight_gradient_hopper(
             h, x, None, token, offsets, c)),
     }  # fmt: skip
 

@@ -226,7 +226,7 @@ def test_test_script_lints_tests_and_counts_failures(machine):
     machine.has(index=INDEX)
     done = machine.run("test.sh")
     assert done.returncode == 0, done.stderr
-    assert machine.installs()[-1].endswith("[dev]")
+    assert machine.installs()[-1].endswith("[dev,deepspeed]")
     rest = machine.calls[3:]
     assert rest[:2] == ["-m ruff check .", "-m ruff format --check ."]
     assert rest[2].startswith("-m pytest tests ")

@@ -6,7 +6,7 @@ without importing Gluon, whether the kernels can run; the launchers are imported
 called.
 
     rows           up-projection with SwiGLU, down-projection, gradient of the gathered X
-    down_backward  dH, A' and dS; another kernel for it: down_backward_held
+    down_backward  dH, A' and dS
     outer          gradients of both weights
     gating         the router's top-K
     placing        the sort behind it, in plain Triton

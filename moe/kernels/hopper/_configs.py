@@ -28,14 +28,11 @@ class Config(NamedTuple):
     stages: int = 4
     parts: int = 4
     """Ranges of columns in which a finished tile is stored, each under one or two products of the
-    next; 0: in warps of its own, which `down_backward` alone has."""
+    next; `down_backward` has other means."""
     group: int = 8
     """Row tiles that share the columns of a weight while it is in L2."""
     double: bool = True
     """Whether a part may be stored under two products instead of one, where there are enough."""
-    stream: bool = False
-    """Whether `down_backward` with parts stores with the hint that nobody reads it soon, so that
-    gathered rows and weights stay in L2."""
 
     def doubles(self, steps: int) -> int:
         """How many of the parts are stored under two products, of `steps`; few values, since
@@ -45,7 +42,7 @@ class Config(NamedTuple):
 
     def __str__(self) -> str:
         tile = f"{self.bm}x{self.bn}x{self.bk} s{self.stages} g{self.group}"
-        return f"{tile} /{self.parts}{'d' if self.double else ''}{'s' if self.stream else ''}"
+        return f"{tile} /{self.parts}{'d' if self.double else ''}"
 
 
 # The first entry is the default. All compile for sm_90a without spilled registers and fit the
@@ -53,32 +50,13 @@ class Config(NamedTuple):
 CONFIGS: dict[str, list[Config]] = {
     "up": [Config(128, 256, parts=8), Config(128, 256, parts=8, group=16)],
     "rows": [Config(128, 256), Config(128, 256, group=16)],
-    "down_backward": [
-        Config(128, 256, stages=3, parts=0),
-        Config(128, 256, stages=3, parts=0, group=16),
-    ],
+    "down_backward": [Config(128, 256, stages=3), Config(128, 256, stages=3, group=16)],
     "outer_left": [Config(128, 256), Config(256, 128)],
     "outer_right": [Config(256, 128), Config(128, 256)],
 }
 
-_TRIALS: dict[str, list[Config]] = {
-    "down_backward": [
-        Config(128, 256, parts=16, double=False),
-        Config(128, 256, parts=16, double=False, stream=True),
-        Config(128, 256, parts=16, double=False, group=16),
-    ],
-}
-
 _forced: dict[str, Config] = {}
 _picked: dict[tuple, Config] = {}
-
-
-def trials(kernel: str) -> list[Config]:
-    """What tests and `scripts/bench_moe.py --tune` run: the configurations of `CONFIGS`, and more.
-
-    A trial moves to that table, and tuning may choose it, once it was right and fastest on a card.
-    """
-    return [*CONFIGS[kernel], *_TRIALS.get(kernel, [])]
 
 
 @contextlib.contextmanager

@@ -56,7 +56,6 @@ __all__ = [
     "sigmoid",
     "silu",
     "stack",
-    "swiglu_backward",
     "tile_at",
     "tma",
     "unpack_pair",
@@ -203,14 +202,3 @@ def sigmoid(x):
 @gluon.jit
 def silu(x):
     return x * sigmoid(x)
-
-
-@gluon.jit
-def swiglu_backward(da, pair, g):
-    """(dgate, dup, A) of columns of dA and their (gate, up) pairs, times g, and dA · A."""
-    x, up = unpack_pair(pair)
-    s = sigmoid(x)
-    f = x * s
-    a = f * up
-    dg = da * g
-    return dg * up * (s + f * (1.0 - s)), dg * f, a * g, da * a

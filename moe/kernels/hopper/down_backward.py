@@ -11,7 +11,6 @@ Why two warps: for wgmma with 256 columns ptxas wants at least 154 registers a t
 start, so that a program has at most twelve warps. They need about 44,000 cycles for a tile, as long
 as 30 to 40 products: D from 2048 on hides them. Doing their work in the producer's four warps,
 between its stages, was slower (393 against 450 TFLOP/s at D = 1536, 561 against 611 at 4096).
-`down_backward_held` is another way, for configurations with parts.
 
 Shape letters: T tokens, R rows (expert order), S slots (token order), E experts, D model width, N
 expert width, H columns of H.
@@ -39,12 +38,12 @@ from moe.kernels.hopper._device import (
     next_stage,
     nvmma,
     pack_pairs,
+    sigmoid,
     stack,
-    swiglu_backward,
     tile_at,
+    unpack_pair,
     warpgroup_mma_wait,
 )
-from moe.kernels.hopper.down_backward_held import down_backward_held_kernel
 from moe.kernels.hopper.rows import multiply, produce_rows
 
 _ROWS = gl.constexpr(8)
@@ -112,6 +111,17 @@ def _copy_h(h_bufs, h_ptr, buffer, row, end, col, vectors, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _swiglu_backward(da, pair, g):
+    """(dgate, dup, A) of columns of dA and their (gate, up) pairs, times g, and dA · A."""
+    x, up = unpack_pair(pair)
+    s = sigmoid(x)
+    f = x * s
+    a = f * up
+    dg = da * g
+    return dg * up * (s + f * (1.0 - s)), dg * f, a * g, da * a
+
+
+@gluon.jit
 def _finish(
     h_ptr, dh_ptr, a_ptr, gates_ptr, slot_ptr, dot_ptr, start_ptr, end_ptr, R, row_tiles,
     col_tiles, vectors, da_bufs, da_full, da_empty, h_bufs, gate_bufs,
@@ -160,7 +170,7 @@ def _finish(
             for i in gl.static_range(PARTS):
                 da = blocks.index(i * BLOCKS + r).load(layout).to(gl.float32)
                 pair = h_bufs.index(buffer * PARTS + i).load(layout)
-                dgate, dup, a, terms = swiglu_backward(da, pair, g[:, None])
+                dgate, dup, a, terms = _swiglu_backward(da, pair, g[:, None])
                 terms = gl.sum(terms.reshape(_ROWS, _COLS // 4, 4), axis=2)  # within a thread
                 if i == 0:
                     dot = terms
@@ -220,7 +230,7 @@ def _down_backward_kernel(
             (produce_rows, (
                 do_desc, do_ptr, token_ptr, w_desc, expert_ptr, start_ptr, end_ptr, row_tiles,
                 col_tiles, steps, vectors, row_vectors, do_bufs, w_bufs, full, empty,
-                None, None, None, GATHER, EVEN, False, BM, BN, BK, STAGES, GROUP, 0,
+                GATHER, EVEN, False, BM, BN, BK, STAGES, GROUP,
             )),
         ],
         [EPILOGUE_WARPS, PRODUCER_WARPS],
@@ -263,28 +273,19 @@ def down_backward_hopper(
     gates_S = None if gates_S is None else gates_S.contiguous()
     gather = token_R is not None
     steps = cdiv(D, c.bk)
-    h, sizes = h_RH.view(torch.int32), [R, N // 8]
-    if c.parts:
-        kernel, steps = down_backward_held_kernel, max(steps, c.parts + 1)
-        h, sizes = plain(h_RH, [c.bm, 2 * c.bn // c.parts]), [R]
-        special = {"N": N, "PARTS": c.parts, "STREAM": c.stream,
-                   "PRODUCER_WARPS": 4 if gather else 1,
-                   "PRODUCER_REGISTERS": 40 if gather else 24}  # fmt: skip
-    else:
-        kernel = _down_backward_kernel
-        special = {"PRODUCER_WARPS": 2 if gather else 1, "EPILOGUE_WARPS": 2, "REGISTERS": 136}
     col_tiles = cdiv(N, c.bn)
     dot = torch.empty(col_tiles, R, dtype=torch.float32, device=h_RH.device)
     grid = programs(h_RH.device, tiles.expert_B.shape[0] * col_tiles)
     launch(
-        kernel, (grid,),
+        _down_backward_kernel, (grid,),
         None if gather else plain(do_TD, [c.bm, c.bk]), do_TD if gather else None, token_R,
-        plain(w2_EDN, [1, c.bk, c.bn]), h, dh_RH.view(torch.int32), a_RN,
+        plain(w2_EDN, [1, c.bk, c.bn]), h_RH.view(torch.int32), dh_RH.view(torch.int32), a_RN,
         gates_S, slot_R, dot, tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
-        *sizes, D // 8, do_TD.stride(0) // 8, steps, col_tiles,
+        R, N // 8, D // 8, do_TD.stride(0) // 8, steps, col_tiles,
         GATHER=gather, EVEN=not gather or steps * c.bk == D, GATES=gates_S is not None,
         SLOTS=slot_R is not None, BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages,
-        GROUP=c.group, **special, num_warps=8,
+        GROUP=c.group, PRODUCER_WARPS=2 if gather else 1, EPILOGUE_WARPS=2, REGISTERS=136,
+        num_warps=8,
     )  # fmt: skip
     if dgate_S is not None:
         sum_parts(dot, row_S, dgate_S, offsets_E1[-1:])

@@ -62,31 +62,13 @@ def next_tile(
 
 
 @gluon.jit
-def _load_h(
-    h_desc, h_bufs, h_full, row, col, part,
-    BM: gl.constexpr, BN: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """Asks for the columns of H that belong to range `part` of a tile of dA."""
-    COLS: gl.constexpr = 2 * BN // PARTS
-    buffer = part % h_bufs.shape[0]
-    filled = h_full.index(buffer)
-    mbarrier.expect(filled, BM * COLS * 2)
-    tma.async_copy_global_to_shared(h_desc, [row, col + part * COLS], filled, h_bufs.index(buffer))
-
-
-@gluon.jit
 def produce_rows(
     a_desc, a_ptr, token_ptr, w_desc, expert_ptr, start_ptr, end_ptr, row_tiles, col_tiles, steps,
-    vectors, row_vectors, a_bufs, w_bufs, full, empty, h_desc, h_bufs, h_full,
+    vectors, row_vectors, a_bufs, w_bufs, full, empty,
     GATHER: gl.constexpr, EVEN: gl.constexpr, TRANSPOSED: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring for `steps` products of each tile.
-
-    With PARTS, the consumer is an epilogue behind (`down_backward_held`): the first steps of a tile
-    ask for H of the one before, a range of columns each, and so do PARTS more after the last tile.
-    A stage is not freed before the consumer is done with the range that was asked for with it.
 
     Widths come in vectors of 8 numbers, so that the compiler sees that all 16 bytes of a copy are
     aligned and lie on one side of the end of a row. Columns of A and W past it are zeros.
@@ -97,8 +79,6 @@ def produce_rows(
     stage = 0
     phase = 1
     behind = -1
-    before = 0  # first row of the tile before, and its first column of H
-    before_col = 0
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
     count = row_tiles * col_tiles
     next_e, next_start, next_col, next_token = next_tile(
@@ -120,9 +100,6 @@ def produce_rows(
             filled = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(filled, W_BYTES if GATHER else A_BYTES + W_BYTES)
-            if PARTS > 0:
-                if k < PARTS:
-                    _load_h(h_desc, h_bufs, h_full, before, before_col, k, BM, BN, PARTS)
             if TRANSPOSED:
                 tma.async_copy_global_to_shared(
                     w_desc, [e, col, k * BK], filled, w_bufs.index(stage)
@@ -149,15 +126,8 @@ def produce_rows(
                     a_desc, [start, k * BK], filled, a_bufs.index(stage)
                 )
             stage, phase = next_stage(stage, phase, STAGES)
-        before = start
-        before_col = 2 * col
     if GATHER:
         arrive_behind(full, behind, 0)
-    if PARTS > 0:
-        for k in range(PARTS):
-            mbarrier.wait(empty.index(stage), phase)
-            _load_h(h_desc, h_bufs, h_full, before, before_col, k, BM, BN, PARTS)
-            stage, phase = next_stage(stage, phase, STAGES)
 
 
 # ----------------------------------------------------------------------------------------- consumer
@@ -307,7 +277,7 @@ def _rows_kernel(
             (produce_rows, (
                 a_desc, a_ptr, token_ptr, w_desc, expert_ptr, start_ptr, end_ptr, row_tiles,
                 col_tiles, steps, vectors, row_vectors, a_bufs, w_bufs, full, empty,
-                None, None, None, GATHER, EVEN, TRANSPOSED, BM, BN, BK, STAGES, GROUP, 0,
+                GATHER, EVEN, TRANSPOSED, BM, BN, BK, STAGES, GROUP,
             )),
         ],
         [PRODUCER_WARPS],
