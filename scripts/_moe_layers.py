@@ -74,6 +74,20 @@ def median_ms(run: Callable[[], object], seconds: float = 0.4, most: int = 60) -
     return statistics.median(start.elapsed_time(end) for start, end in marks)
 
 
+def busy_clock(run: Callable[[], object], ms: float) -> int | None:
+    """MHz of the multiprocessors while `run`, which takes `ms`, repeats for a third of a second;
+    None where nvidia-ml-py is not installed."""
+    for _ in range(int(350 / ms)):
+        run()
+    time.sleep(0.25)
+    try:
+        return torch.cuda.clock_rate()
+    except ModuleNotFoundError:
+        return None
+    finally:
+        torch.cuda.synchronize()
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     got, want = got.double(), want.double()
     return float((got - want).norm() / want.norm().clamp_min(1e-30))

@@ -51,6 +51,7 @@ from scripts._moe_layers import (
     GATE_ROWS_FIRST,
     PEERS,
     Route,
+    busy_clock,
     captured,
     cublas_bound,
     cublas_products,
@@ -337,7 +338,11 @@ def timeline(run: Callable[[], object], repeats: int = 3) -> list[dict]:
 
 def tune(args, shapes: dict) -> list[dict]:
     """Each grouped product alone with each of its configurations: time, speed, error; and cuBLAS
-    on equal groups, without gather and epilogue."""
+    on equal groups, without gather and epilogue.
+
+    With --zeros all operands are zeros, which take a fraction of the power, so that the card need
+    not lower its clock: what is faster then is bound by power, and what is not, by something else.
+    """
     rows: list[dict] = []
     for label, shape in shapes.items():
         print(f"\n{label}: T, D, N, E, K = {shape}", flush=True)
@@ -353,6 +358,10 @@ def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
     with torch.no_grad():
         r = Route(shape, args.routings[0]).routing(x, router)
     h, a = (torch.randn(R, width, device="cuda", dtype=BF16) for width in (2 * N, N))
+    dense = cublas_products(shape)
+    if args.zeros:
+        for t in (x, w1, w2, h, a, *itertools.chain(*dense.values())):
+            t.zero_()
     offsets, token = r.offsets_E1, r.token_R
     slots = (r.gates_S.detach(), token, r.slot_R, r.row_S, offsets)
     flags = ("swiglu", True, True, True)
@@ -370,14 +379,12 @@ def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
     }  # fmt: skip
     exact = exact_tiles(x, w1, w2, h, a, r)
     gluon = hopper_launches(x, w1, w2, h, a, slots)
-    dense = cublas_products(shape)
     for name, (kernel, factor, run) in cases.items():
         if args.kernels and name not in args.kernels:
             continue
-        ms = median_ms(functools.partial(torch.bmm, *dense[name]), seconds=0.2, most=20)
-        speed = factor * R * N * D / ms / 1e9
-        print(f"  {name:5s} {'cuBLAS':42s} {ms:8.3f} ms {speed:6.0f} TFLOP/s", flush=True)
-        rows.append({"label": label, "shape": shape, "kernel": name, "config": "cuBLAS", "ms": ms})
+        row = {"label": label, "shape": shape, "kernel": name, "config": "cuBLAS"}
+        rows.append(row)
+        time_product(row, functools.partial(torch.bmm, *dense[name]), factor * R * N * D)
         listed = [("triton", c, run) for c in _tiles.trials(kernel)]
         if name in gluon:
             table, gluon_run = gluon[name]
@@ -395,16 +402,10 @@ def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
             try:
                 made = run(c, tiles)
                 outs = made if isinstance(made, tuple) else (made,)
-                row["error"] = max(relative_error(got, want) for got, want in exact[name](outs))
+                if not args.zeros:
+                    row["error"] = max(relative_error(got, want) for got, want in exact[name](outs))
                 del made, outs
-                launch = functools.partial(run, c, tiles)
-                row["ms"] = ms = median_ms(launch, seconds=0.2, most=20)
-                row["TFLOP/s"] = factor * R * N * D / ms / 1e9
-                print(
-                    f"  {name:5s} {tier} {c!s:35s} {ms:8.3f} ms {row['TFLOP/s']:6.0f} TFLOP/s   "
-                    f"error {row['error']:.1e}{'' if row['error'] < 1e-2 else '   WRONG'}",
-                    flush=True,
-                )
+                time_product(row, functools.partial(run, c, tiles), factor * R * N * D)
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
                 print(f"  {name:5s} {tier} {c!s:35s} FAILED {row['failed']}", flush=True)
@@ -417,6 +418,19 @@ def tune_shape(args, label: str, shape, rows: list[dict]) -> None:
             ms = median_ms(launch, seconds=0.2)
             print(f"  combine {kind:9s} {ms:8.3f} ms {(R + T) * D * 2 / ms / 1e6:6.0f} GB/s")
             rows.append({"label": label, "kernel": f"combine {kind}", "ms": ms})
+
+
+def time_product(row: dict, launch: Callable[[], object], flops: int) -> None:
+    """Adds time, speed and clock to a row of `tune`, and prints it."""
+    row["ms"] = ms = median_ms(launch, seconds=0.2, most=20)
+    row["TFLOP/s"], row["MHz"] = flops / ms / 1e9, busy_clock(launch, ms)
+    error = f"   error {row['error']:.1e}" if "error" in row else ""
+    wrong = "" if row.get("error", 0) < 1e-2 else "   WRONG"
+    print(
+        f"  {row['kernel']:5s} {row['config']:42s} {ms:8.3f} ms {row['TFLOP/s']:6.0f} TFLOP/s "
+        f"at {row['MHz']} MHz{error}{wrong}",
+        flush=True,
+    )
 
 
 def hopper_launches(x, w1, w2, h, a, slots) -> dict[str, tuple[list, Callable]]:
@@ -546,6 +560,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", default="", help="with --tune: up,down,dH,dX,dW1,dW2,combine")
     parser.add_argument(
         "--tier", default="both", choices=("both", "triton", "hopper"), help="with --tune: whose"
+    )
+    parser.add_argument(
+        "--zeros", action="store_true", help="with --tune: operands of zeros, no limit of power"
     )
     parser.add_argument("--profile", action="store_true", help="time every launch of ours")
     parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
