@@ -8,7 +8,6 @@ Heads are those of the config, lengths those of real rows (documents of the bund
 
     ours    what `models.attention.packed_attention` takes on this device
     flash   PyTorch's variable-length flash attention
-    cudnn   cuDNN's by the operators of nested tensors, borders padded with empty documents
     flex    FlexAttention with a document mask, compiled; the mask is made once for all layers
     rows    the same rows without borders, by whichever kernel PyTorch takes: more work, no mask
 
@@ -38,7 +37,6 @@ from torch import Tensor
 from models.attention import causal_attention, packed_attention
 from models.documents import Documents
 from training.config import ConfigError, load_config, make_plan
-from training.graph import pad_documents
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -58,10 +56,7 @@ def backends(documents: Documents, rows: int, length: int, device: torch.device)
     found = {"ours": ours, "rows": by_row}
     if device.type == "cuda":
         ends = documents.cu_seqlens_N1
-        room = 1 << (len(documents.lengths) - 1).bit_length()
-        padded = pad_documents(documents, room).cu_seqlens_N1
         found["flash"] = lambda q, k, v: Flash.apply(q, k, v, ends, length)
-        found["cudnn"] = lambda q, k, v: Cudnn.apply(q, k, v, padded, length)
         found["flex"] = flex(documents, rows, length, device)
     return found
 
@@ -84,27 +79,6 @@ class Flash(torch.autograd.Function):
         most = ctx.longest
         return *torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, lse, ends, ends, most, most, 0.0, True, state, unused
-        ), None, None  # fmt: skip
-
-
-class Cudnn(torch.autograd.Function):
-    """`aten::_cudnn_attention_forward` and its backward."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, ends, longest):
-        found = torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, ends, ends, longest, longest, True, 0.0, True, False
-        )
-        ctx.save_for_backward(q, k, v, found[0], found[1], found[6], found[7], ends)
-        ctx.longest = longest
-        return found[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, out, lse, seed, offset, ends = ctx.saved_tensors
-        most = ctx.longest
-        return *torch.ops.aten._cudnn_attention_backward(
-            grad, q, k, v, out, lse, seed, offset, None, ends, ends, most, most, 0.0, True
         ), None, None  # fmt: skip
 
 

@@ -1020,7 +1020,7 @@ class _Plan(NamedTuple):
 
 
 # A single program routes and sorts up to this much: a second and third launch would cost more.
-_ONE_PROGRAM_LOGITS = 4096
+_ONE_PROGRAM_LOGITS = 2048
 _ONE_PROGRAM_ROWS = 2048
 # Up to so many slots the last of several programs sorts them: the host spends less on one launch.
 _LAST_PROGRAM_SLOTS = 4096
@@ -1093,8 +1093,7 @@ def _division(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous:
     if fast is None or forced_plan.get("exact"):
         sizes["BX"] = forced_plan.get("bx", max(1, min(256, 2048 // width)))
         if T * width <= forced_plan.get("one", _ONE_PROGRAM_LOGITS) and T <= _ONE_PROGRAM_ROWS:
-            warps = 8 if T * width <= 2048 else 16
-            warps = forced_plan.get("warps", warps)
+            warps = forced_plan.get("warps", 8)
             elements = forced_plan.get("elements", 8)
             sizes["BX"] = min(np2(max(T, 1)), max(1, warps * 32 * elements // width))
             return _Plan(1, max(T, 1), sizes, warps)
