@@ -238,6 +238,34 @@ def _place_slots(
 
 
 @triton.jit
+def _place_by_memory(
+    expert, token, row_S, slot_R, token_R, begin, end, following,
+    PER_TOKEN: tl.constexpr, E: tl.constexpr, HAS_TOKEN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """`_place_slots` for so many experts that their next rows would not fit in registers: they are
+    in memory, `following` [E], and the slots of a step are compared with one another."""
+    i = tl.arange(0, STEP)
+    for first in range(begin, end, STEP):
+        slot = first + i
+        e = tl.load(expert + slot, mask=slot < end, other=-1).to(tl.int32)
+        ok = (e >= 0) & (e < E)
+        same = e[:, None] == e[None, :]
+        rank = tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), axis=1).to(tl.int32)
+        later = tl.sum((same & (i[None, :] > i[:, None])).to(tl.int32), axis=1)
+        row = tl.load(following + e, mask=ok, other=0, volatile=True) + rank
+        tl.debug_barrier()  # all have read
+        tl.store(following + e, row + 1, mask=ok & (later == 0))
+        tl.store(row_S + slot, tl.where(ok, row, -1), mask=slot < end)
+        if HAS_TOKEN:
+            t = tl.load(token + slot, mask=ok, other=0).to(tl.int32)
+        else:
+            t = slot // PER_TOKEN
+        tl.store(slot_R + row, slot, mask=ok)
+        tl.store(token_R + row, t, mask=ok)
+        tl.debug_barrier()  # the next step reads what was stored
+
+
+@triton.jit
 def clear_tail(slot_R, token_R, first, R, part, parts, BLOCK: tl.constexpr):
     """Zero the rows from `first` on; part `part` of `parts`."""
     for at in range(first + part * BLOCK, R, parts * BLOCK):
@@ -249,12 +277,13 @@ def clear_tail(slot_R, token_R, first, R, part, parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def place_block(
-    expert, token, total, before, offsets, row_S, slot_R, token_R, begin, end, R, part, parts,
+    expert, token, total, before, following, offsets, row_S, slot_R, token_R, begin, end, R, part,
+    parts,
     PER_TOKEN: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
     HAS_TOKEN: tl.constexpr, CLEAR: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Rows of the slots begin … end - 1, block `part` of `parts`, from the `total` [EP] of every
-    expert and its slots `before` [EP] this block."""
+    expert and its slots `before` [EP] this block. `following` [E] is overwritten if EP > 1024."""
     EP: tl.constexpr = 1 << BITS
     column = tl.arange(0, EP)
     base = tl.cumsum(total, axis=0).to(tl.int32) - total
@@ -262,10 +291,18 @@ def place_block(
     if part == 0:
         tl.store(offsets + column, base, mask=column < E)
         tl.store(offsets + E, rows)
-    _place_slots(
-        expert, token, row_S, slot_R, token_R, begin, end, base + before,
-        PER_TOKEN, E, EP, BITS, G, HAS_TOKEN, ASM,
-    )  # fmt: skip
+    if EP > 1024:
+        tl.store(following + column, base + before, mask=column < E)
+        tl.debug_barrier()
+        _place_by_memory(
+            expert, token, row_S, slot_R, token_R, begin, end, following,
+            PER_TOKEN, E, HAS_TOKEN, 64,
+        )  # fmt: skip
+    else:
+        _place_slots(
+            expert, token, row_S, slot_R, token_R, begin, end, base + before,
+            PER_TOKEN, E, EP, BITS, G, HAS_TOKEN, ASM,
+        )  # fmt: skip
     if CLEAR:
         clear_tail(slot_R, token_R, rows, R, part, parts, 1024)
 
@@ -322,8 +359,8 @@ def _place_kernel(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Rows of one block of slots. MODE 0: the only program, which counts first; 1: `counts` and
-    those `before` each block are known; 2: from the counts of the blocks, all BB at once, and the
-    first program writes their sums as `_finish_kernel` does."""
+    those `before` each block are known (overwritten if EP > 1024); 2: from the counts of the
+    blocks, all BB at once, and the first program writes their sums as `_finish_kernel` does."""
     b = tl.program_id(0)
     begin = b * block
     end = tl.minimum(begin + block, S)
@@ -349,8 +386,8 @@ def _place_kernel(
             rows = tl.load(work_odd + other, mask=other < blocks, other=0)
             tl.store(odd, tl.sum(rows, axis=0).to(tl.int32))
     place_block(
-        expert, token, total, ahead, offsets, row_S, slot_R, token_R, begin, end, R, b,
-        tl.num_programs(0), PER_TOKEN, E, BITS, G, HAS_TOKEN, CLEAR, ASM,
+        expert, token, total, ahead, before + b * E, offsets, row_S, slot_R, token_R, begin, end, R,
+        b, tl.num_programs(0), PER_TOKEN, E, BITS, G, HAS_TOKEN, CLEAR, ASM,
     )  # fmt: skip
 
 
@@ -452,8 +489,9 @@ def launch_place(
     clear: bool,
     sums: tuple[Tensor, ...] | None = None,
 ) -> None:
-    """Fill `meta`, given all counts [E] and those before each block of slots [blocks, E]; with None
-    one program counts first. `clear`: rows after the last real one may exist.
+    """Fill `meta`, given all counts [E] and those before each block of slots [blocks, E], which may
+    be overwritten; with None one program counts first. `clear`: rows after the last real one may
+    exist.
 
     sums: (counts, probabilities, odd rows) of each block and (probabilities, odd rows) of all, in
     place of `before`: few blocks, `sums_fit`, whose sums each program then makes itself; those of
@@ -468,12 +506,17 @@ def launch_place(
     elif before is not None:
         mode, blocks = 1, before.shape[0]
     words = words_per_step(E)
+    if E <= 1024:
+        warps = min(4, words)
+    else:
+        warps = 4
+        before = torch.empty(E, dtype=torch.int32, device=expert_S.device) if mode == 0 else before
     launch(_place_kernel, (blocks,),
         expert_S, expert_S if token_S is None else token_S,
         unused if counts is None else counts, unused if before is None else before,
         *((unused,) * 5 if sums is None else sums), *meta, S, R, block, blocks,
         PER_TOKEN=per_token, E=E, BITS=expert_bits(E), G=words, HAS_TOKEN=token_S is not None,
-        MODE=mode, BB=together, CLEAR=clear, ASM=not INTERPRET, num_warps=min(4, words),
+        MODE=mode, BB=together, CLEAR=clear, ASM=not INTERPRET, num_warps=warps,
     )  # fmt: skip
 
 

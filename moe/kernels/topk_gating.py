@@ -874,9 +874,10 @@ def _gating_kernel(
         tl.debug_barrier()  # counts and expert ids are read back by other threads
         column = tl.arange(0, 1 << BITS)
         total = tl.load(counts_at + column, mask=column < E, other=0)
+        tl.static_assert(BITS <= 10)  # else the counts would be overwritten
         place_block(
-            expert, expert, total, total * 0, offsets, row_S, slot_R, token_R, 0, T * K, T * K,
-            0, 1, K, E, BITS, WORDS, False, HAS_VALID, ASM,
+            expert, expert, total, total * 0, counts_at, offsets, row_S, slot_R, token_R, 0, T * K,
+            T * K, 0, 1, K, E, BITS, WORDS, False, HAS_VALID, ASM,
         )  # fmt: skip
 
 
@@ -1091,7 +1092,10 @@ def _division(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous:
     width = max(sizes["GP"] * sizes["EGP"], sizes["KP"])
     fast = None if limited or not contiguous or k == 1 else _fast_sizes(E, k)
     if fast is None or forced_plan.get("exact"):
-        sizes["BX"] = forced_plan.get("bx", max(1, min(256, 2048 // width)))
+        # with 32 rows of 64 columns some forms spill
+        sizes["BX"] = forced_plan.get(
+            "bx", max(1, min(256, (1024 if width == 64 else 2048) // width))
+        )
         if T * width <= forced_plan.get("one", _ONE_PROGRAM_LOGITS) and T <= _ONE_PROGRAM_ROWS:
             warps = forced_plan.get("warps", 8)
             elements = forced_plan.get("elements", 8)
@@ -1103,7 +1107,8 @@ def _division(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous:
         tiles = cdiv(T, sizes["BX"])
         each = forced_plan.get("each", max(1, min(16, tiles // 1024)))
         return _Plan(cdiv(tiles, each), each * sizes["BX"], sizes, 4)
-    warps = max(forced_plan.get("warps", 4), fast["LANES"] // 32)
+    # beyond 2048 experts four warps spill
+    warps = max(forced_plan.get("warps", 8 if E > 2048 else 4), fast["LANES"] // 32)
     sizes.update(fast)
     sizes["BT"] = warps * 32 // fast["LANES"]
     sizes["BX"] = max(1, min(sizes["BT"], 1024 // width))

@@ -324,7 +324,7 @@ def test_calls_on_other_streams_and_in_graphs_do_not_meet(set_aside, monkeypatch
 
 
 @pytest.mark.parametrize("S", [0, 1, 31, 4096, 4097, 70000, 1_000_003])
-@pytest.mark.parametrize("E", [1, 8, 128, 384, 4096])
+@pytest.mark.parametrize("E", [1, 8, 128, 384, 1500, 4096])
 def test_metadata(S, E):
     poison()
     ids = torch.randint(-1, E, (S,), device=CUDA, dtype=torch.int32)

@@ -88,6 +88,16 @@ def test_several_programs(monkeypatch):
 
 
 @triton_only
+@pytest.mark.parametrize("most", [8, 4096])
+def test_next_rows_in_memory(monkeypatch, most):
+    """By several programs and by one; experts that fill a step of 64 slots, and many."""
+    monkeypatch.setattr(module, "_ONE_PROGRAM_SLOTS", most)
+    few, many = (torch.randint(-1, high, (150,)).tolist() for high in (3, 1025))
+    check(few, 1025, "triton", slots_per_token=2, R=170)
+    check(many, 1025, "triton", token_S=torch.arange(150) // 5)
+
+
+@triton_only
 def test_several_steps_of_one_program(monkeypatch):
     monkeypatch.setattr(module, "words_per_step", lambda experts: 2)
     check(torch.randint(-1, 6, (150,)).tolist(), 6, "triton", slots_per_token=2, R=160)
