@@ -183,13 +183,16 @@ def train(job: Job, stop: StopRequest) -> int:
 def evaluate(job: Job) -> dict[str, float]:
     """Validation metrics, and a sample of text on the screen and in events.jsonl."""
     evaluation = job.config.eval
+    # the configured size, whatever the layout makes of it: the same rows on any number of ranks
+    size = job.config.train.micro_batch_size
+    most = None if evaluation.batches is None else evaluation.batches * size
 
     def measure() -> dict[str, float]:
         sources = job.data.validation(
             micro_batch_size=job.plan.micro_batch_size,
             rank=job.world.rank,
             world=job.world.size,
-            batches=evaluation.batches,
+            most_rows=most,
         )
         return validate(job.model, sources, world=job.world, device=job.device)
 

@@ -18,6 +18,8 @@ Shape letters: E experts, K experts per token, N width of the dense network, D m
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,8 +40,8 @@ def upcycle_layer(
             copy c.
 
     Returns:
-        Whether the layer computes the dense network exactly (to rounding). Gates of a raw softmax
-        do not sum to a constant; then the factor is right for uniform probabilities only.
+        Whether the layer computes the dense network exactly (to rounding). Gates that are not
+        normalised do not sum to a constant; then the factor is right for logits of zero only.
 
     Raises:
         ValueError: sizes that do not fit, by name.
@@ -61,9 +63,13 @@ def upcycle_layer(
             "a layer with a shared expert, expert groups or amplitudes cannot be filled exactly"
         )
     exact = c.norm != "none"
-    factor = G / c.route_scale if exact else c.num_experts * G / c.num_experts_per_tok
-    if not exact:
-        factor /= c.route_scale
+    gates = {"softmax": 1 / c.num_experts, "sigmoid": 0.5, "sqrtsoftplus": math.log(2) ** 0.5}
+    if not exact and c.score not in gates:
+        raise ValueError(
+            f"score={c.score!r} with norm='none' has gates of no size of its own; use another norm "
+            f"or a score of {', '.join(gates)}"
+        )
+    factor = G / c.route_scale / (1 if exact else gates[c.score] * c.num_experts_per_tok)
     w1_END2D = layer.w1.view(-1, G, c.expert_size, 2, c.hidden_size)
     w1_END2D[:, :, :, 0] = gate_ND.view(G, -1, c.hidden_size).to(layer.w1)
     w1_END2D[:, :, :, 1] = up_ND.view(G, -1, c.hidden_size).to(layer.w1)

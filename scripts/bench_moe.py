@@ -32,7 +32,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -56,6 +55,7 @@ from scripts._moe_layers import (
     cublas_bound,
     cublas_products,
     eager,
+    exact_tiles,
     median_ms,
     operands,
     relative_error,
@@ -456,53 +456,6 @@ def hopper_launches(x, w1, w2, h, a, slots) -> dict[str, tuple[list, Callable]]:
         "dW1": (CONFIGS["outer_right"], lambda c, t: weight_gradient_hopper(
             h, x, None, token, offsets, c)),
     }  # fmt: skip
-
-
-def exact_tiles(x, w1, w2, h, a, r: Routing) -> dict[str, Callable]:
-    """For each product: outputs → (part of an output, its float32 value) for a few experts.
-
-    The first, the largest and the last expert with rows: full products of all would not fit.
-    """
-    bounds = r.offsets_E1.tolist()
-    counts = [end - start for start, end in itertools.pairwise(bounds)]
-    used = [e for e, n in enumerate(counts) if n]
-    picked = sorted({used[0], max(used, key=lambda e: counts[e]), used[-1]})
-    token = r.token_R.long()
-    gates = r.gates_S.detach()[r.slot_R.long()]
-
-    def spans():
-        for e in picked:
-            yield e, slice(bounds[e], bounds[e + 1])
-
-    def up(out):
-        for e, s in spans():
-            want = x[token[s]].float() @ w1[e].float().t()
-            yield out[0][s], want
-            yield out[1][s], F.silu(want[:, 0::2]) * want[:, 1::2]
-
-    def d_h(out):
-        dots = out[2]
-        for e, s in spans():
-            wide = h[s].float().requires_grad_()
-            act = F.silu(wide[:, 0::2]) * wide[:, 1::2]
-            da = x[token[s]].float() @ w2[e].float()
-            (dh,) = torch.autograd.grad(act, wide, da * gates[s, None])
-            yield out[0][s], dh
-            yield out[1][s], act.detach() * gates[s, None]
-            yield dots[r.slot_R[s].long()], (da * act.detach()).sum(1)
-
-    return {
-        "up": up,
-        "down": lambda out: ((out[0][s], a[s].float() @ w2[e].float().t()) for e, s in spans()),
-        "dH": d_h,
-        "dX": lambda out: ((out[0][s], h[s].float() @ w1[e].float()) for e, s in spans()),
-        "dW2": lambda out: (
-            (out[0][e], x[token[s]].float().t() @ a[s].float()) for e, s in spans()
-        ),
-        "dW1": lambda out: (
-            (out[0][e], h[s].float().t() @ x[token[s]].float()) for e, s in spans()
-        ),
-    }
 
 
 # ------------------------------------------------------------------------------------------- report

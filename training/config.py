@@ -308,7 +308,8 @@ class EvalConfig(Strict):
     every_steps: Positive | None = 250
     """Steps between validations; empty: never."""
     batches: Positive | None = 16
-    """Micro-batches of one validation, over all processes; empty: all validation data."""
+    """Micro-batches of `train.micro_batch_size` rows that one validation reads of each source, over
+    all processes together; empty: all."""
     sample_prompt: str | None = None
     """Text that the model goes on with at every validation; empty: none."""
     sample_tokens: Positive = 64

@@ -41,8 +41,8 @@ class RouterConfig(Strict):
     min_load: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Part of the mean load below which the rule min_load raises an expert's bias."""
     calibrate_bias: bool = False
-    """Set the selection bias by the first micro-batch before the first step, so that fresh routers
-    start balanced."""
+    """Set the selection bias by the first micro-batch of each process, averaged, before the first
+    step: fresh routers start balanced. Another layout starts from another, equally good bias."""
     bias_ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of the old bias that the rule quantile keeps."""
     bias_freeze_at: Positive | None = None

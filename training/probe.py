@@ -167,7 +167,7 @@ class Probe:
 def make_probe(model: Decoder, data: TrainData, world: World, device: torch.device) -> Probe:
     """A probe of the first validation row of each process."""
     sources = data.validation(
-        micro_batch_size=1, rank=world.rank, world=world.size, batches=world.size
+        micro_batch_size=1, rank=world.rank, world=world.size, most_rows=world.size
     )
     batch = next((batch for rows in sources.values() for batch in rows), None)
     return Probe(model, None if batch is None else batch.to(device), world)

@@ -53,8 +53,12 @@ def test_a_token_takes_whole_copies():
     torch.testing.assert_close(layer(x)[0], dense(x), rtol=1e-12, atol=1e-12)
 
 
-def test_raw_softmax_is_right_on_average_only():
-    layer = make_layer(num_experts=4, num_experts_per_tok=2, expert_size=N, norm="none")
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_raw_gates_are_right_on_average_only(score):
+    layer = make_layer(
+        num_experts=4, num_experts_per_tok=2, expert_size=N, norm="none", score=score,
+        route_scale=1.5,
+    )  # fmt: skip
     weights, dense = _dense()
     assert not upcycle_layer(layer, *weights)
     x = torch.randn(20, D, dtype=torch.float64)
@@ -106,6 +110,7 @@ def test_noise():
         ({"expert_size": 3, "num_experts": 8}, 4, "num_experts_per_tok=2"),
         ({"expert_size": N, "activation": "relu2"}, 1, "must be a gated one"),
         ({"expert_size": N, "shared_expert_size": 4}, 1, "with a shared expert"),
+        ({"expert_size": N, "score": "identity", "norm": "none"}, 1, "score='identity' with norm="),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, granularity, message):

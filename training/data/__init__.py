@@ -8,7 +8,7 @@ What lives here turns a `DataConfig` into micro-batches whose every row is a pur
     data.load_state_dict(state)
     for micro_batches in data.steps(global_batch_size=…, micro_batch_size=…, rank=…, world=…):
         ...  # a list of Batch, as many on every rank; data.state_dict() is now after this step
-    for name, batches in data.validation(micro_batch_size=…, rank=…, world=…, batches=16).items():
+    for name, batches in data.validation(micro_batch_size=…, rank=…, world=…, most_rows=64).items():
         ...  # as many Batch on every rank
 """
 

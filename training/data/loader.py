@@ -298,7 +298,7 @@ class TrainData:
         micro_batch_size: int,
         rank: int = 0,
         world: int = 1,
-        batches: int | None = None,
+        most_rows: int | None = None,
         pin_memory: bool = False,
     ) -> dict[str, Iterator[Batch]]:
         """Validation micro-batches of this rank by source name; the same rows at every call.
@@ -307,20 +307,19 @@ class TrainData:
         of them empty where they do not divide.
 
         Args:
-            batches: micro-batches of a source over all ranks at most; None takes all its rows.
+            most_rows: of a source, over all ranks; None takes all.
         """
         return {
-            source.name: self._validate(index, micro_batch_size, rank, world, batches, pin_memory)
+            source.name: self._validate(index, micro_batch_size, rank, world, most_rows, pin_memory)
             for index, source in enumerate(self.validation_sources)
         }
 
     def _validate(
-        self, index: int, size: int, rank: int, world: int, batches: int | None, pin_memory: bool
+        self, index: int, size: int, rank: int, world: int, most: int | None, pin_memory: bool
     ) -> Iterator[Batch]:
         rows = self.validation_sources[index].order.rows()
+        rows = rows if most is None else min(rows, most)
         count = -(-rows // size)
-        if batches is not None:
-            count = min(count, batches)
         each = -(-count // world)
         places = []
         for batch in range(rank * each, (rank + 1) * each):

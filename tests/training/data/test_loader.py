@@ -279,12 +279,13 @@ def test_validation_is_the_same_for_every_world_and_call(tmp_path: Path, packing
     assert len(held) == 1 + 5 * (12 + 16)
 
 
-def test_a_limit_in_micro_batches_takes_the_same_rows_in_every_world(tmp_path: Path) -> None:
+def test_a_limit_takes_the_same_rows_in_every_world_and_micro_batch(tmp_path: Path) -> None:
     data = make_data(tmp_path, numbered(60, 7), seq_len=8, validation_fraction=0.5)
     limited = [
-        validation_rows(data, world, micro_batch_size=2, batches=5)["data"] for world in (1, 2, 3)
+        validation_rows(data, world, micro_batch_size=size, most_rows=10)["data"]
+        for world, size in ((1, 4), (2, 2), (3, 2), (4, 1))
     ]
-    assert limited[0] == limited[1] == limited[2]
+    assert limited[0] == limited[1] == limited[2] == limited[3]
     assert len(limited[0]) == 10
     assert limited[0] == validation_rows(data, 1, micro_batch_size=2)["data"][:10]
     batch = next(iter(data.validation(micro_batch_size=2)["data"]))
