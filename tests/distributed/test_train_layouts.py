@@ -31,7 +31,7 @@ if importlib.util.find_spec("deepspeed") is None:
 
 
 def train(config: Path, folder: Path, name: str, world: int, *overrides: str) -> None:
-    fixed = [f"run.name={name}", f"train.steps={STEPS}", "train.micro_batch_size=1"]
+    fixed = [f"run.name={name}", f"train.steps={STEPS}", "train.micro_batch_size=2"]
     fixed += [f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=null"]
     fixed += ["eval.every_steps=8", "eval.batches=3", "eval.sample_prompt=the whale"]
     fixed += ["eval.sample_tokens=5"]
@@ -81,7 +81,7 @@ def test_any_layout_goes_on_from_the_checkpoint_of_another(whole, name):
         assert loss == pytest.approx(expected[step][0], rel=1e-6), step
         assert norm == pytest.approx(expected[step][1], rel=1e-4), step
         assert tokens == expected[step][2], "the token stream"
-    # Three batches of validation on as many processes as there are, and a sample that all draw.
+    # Three micro-batches (of two rows) of validation on as many processes as there are, and a sample that all draw.
     whole_run = folder / "runs/whole"
     assert val_loss(run) == pytest.approx(val_loss(whole_run), rel=1e-6)
     assert sample(run) == sample(whole_run)
