@@ -81,7 +81,7 @@ def test_any_layout_goes_on_from_the_checkpoint_of_another(whole, name):
         assert loss == pytest.approx(expected[step][0], rel=1e-6), step
         assert norm == pytest.approx(expected[step][1], rel=1e-4), step
         assert tokens == expected[step][2], "the token stream"
-    # Three micro-batches (of two rows) of validation on as many processes as there are, and a sample that all draw.
+    # Three micro-batches (of two rows) of validation in any layout, and a sample that all draw.
     whole_run = folder / "runs/whole"
     assert val_loss(run) == pytest.approx(val_loss(whole_run), rel=1e-6)
     assert sample(run) == sample(whole_run)
