@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
@@ -76,10 +76,15 @@ def reset_buffers(model: Decoder) -> None:
             raise AssertionError(f"{name} has buffers: say here how they start")
 
 
-def start_routers(model: Decoder) -> None:
-    """What the routers derive from their weights; after these were drawn or loaded."""
-    for router in routers_of(model):
-        router.start_state()
+def start_routers(model: Decoder, loaded: Collection[str] = ()) -> None:
+    """What the routers derive from their weights; after these were drawn or loaded.
+
+    Args:
+        loaded: names of tensors that stay as they are.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Router) and f"{name}.weight_ema" not in loaded:
+            module.start_state()
 
 
 @torch.no_grad()

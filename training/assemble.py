@@ -4,7 +4,6 @@ one."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from training.health import RoutingHealth
 from training.optim import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
 from training.schedule import top_k_schedule
 from training.sparsity import Sparsity, mask_schedule
-from training.weights import load_initial_shards, load_initial_weights
+from training.weights import load_initial_shards, load_initial_weights, refuse_loss
 from training.worth import Worth, make_worth
 
 if TYPE_CHECKING:
@@ -228,7 +227,8 @@ def make_trainee(
         _load(checkpoint, trainee)
     else:
         (_first_shards if several else _first_weights)(config, trainee)
-        start_routers(model)
+        if not config.model.init_from:
+            start_routers(model)
     if several:
         check_replicas(trainee.optimizer, trainee.optimizer.mesh)
     if plan.compile:  # after the optimizer or the engine has placed the parameters
@@ -330,7 +330,7 @@ def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
 
 def _load(checkpoint: Path, trainee: Trainee) -> None:
     tensors, stored = saved_tensors(trainee), stored_tensors(checkpoint)
-    _refuse_hidden_slots(checkpoint, tensors, stored)
+    refuse_loss(checkpoint, tensors)
     _refuse_late_masks(checkpoint, trainee, stored)
     kinds = ("buffers/", "health/", "surgery/", "masks/")
     state = [name for name in tensors if name.startswith(kinds)]
@@ -350,21 +350,6 @@ def _refuse_late_masks(checkpoint: Path, trainee: Trainee, stored: Any) -> None:
         raise ConfigError(
             f"train.sparse_density is set, but {checkpoint} at step {step} has no masks and the "
             f"last one is made after step {last}; give a train.sparse_until above {step}"
-        )
-
-
-def _refuse_hidden_slots(checkpoint: Path, tensors: Mapping[str, Any], stored: Any) -> None:
-    """A model without masks would use the free slots of a checkpoint that has some."""
-    masks = [name for name in stored if name.endswith(".active_E") and name not in tensors]
-    if not masks:
-        return
-    found = {name: torch.empty(stored[name].size) for name in masks}
-    load_tensors(checkpoint, found)
-    if not all(bool(mask_E.all()) for mask_E in found.values()):
-        raise ConfigError(
-            f"{checkpoint} has free expert slots, and this run has no surgery.events and no "
-            "surgery.policy; give those of the run that it is from, or a policy with "
-            "surgery.dry_run=true"
         )
 
 

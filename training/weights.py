@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from models.build import build_model
+from models.build import build_model, start_routers
 from models.config import ModelConfig
 from models.hf import HfWeights, copy_tokenizer, load_hf, load_weights
 from models.transformer import Decoder
@@ -28,6 +28,7 @@ from training.checkpoint import (
     read_state,
     read_weights,
     resolve,
+    stored_tensors,
 )
 
 if TYPE_CHECKING:
@@ -61,13 +62,16 @@ def is_hf_folder(path: str | Path) -> bool:
 @torch.no_grad()
 def load_initial_weights(model: Decoder, path: str | Path) -> None:
     """Fill the model's parameters and router buffers from a Hugging Face folder or a checkpoint.
+    Buffers that are not there start as in a new run.
 
     Raises:
-        ValueError: tensors that are missing, unknown or of another shape, all named.
+        ValueError: tensors that are missing, unknown or of another shape, all named; or a model
+            that computes with what this one has no buffer for.
         CheckpointError: no complete checkpoint there.
     """
     if is_hf_folder(path):
         load_weights(model, path)
+        start_routers(model)
         return
     tensors = CheckpointTensors(resolve(path))
     buffers = dict(model.named_buffers())
@@ -75,7 +79,7 @@ def load_initial_weights(model: Decoder, path: str | Path) -> None:
     # Routers may keep other state between steps than those that the weights were trained with.
     missing = sorted(set(targets) - set(tensors) - set(buffers))
     unknown = sorted(name for name in set(tensors) - set(targets) if ".router." not in name)
-    _refuse_loss(tensors.folder, set(tensors) - set(targets))
+    refuse_loss(tensors.folder, [f"buffers/{name}" for name in buffers], "model.init_from: ")
     targets = {name: target for name, target in targets.items() if name in tensors}
     if missing or unknown:
         raise ValueError(f"{path} does not fit the model: missing {missing}, unknown {unknown}")
@@ -86,6 +90,7 @@ def load_initial_weights(model: Decoder, path: str | Path) -> None:
                 f"{path}: {name} is {list(value.shape)}, the model has {list(target.shape)}"
             )
         target.copy_(value)
+    start_routers(model, loaded=targets)
 
 
 @torch.no_grad()
@@ -102,13 +107,14 @@ def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> Non
         engine.fill(weights.values)
         for name in buffers.keys() & set(weights.names):
             weights.read(name, buffers[name])
+        start_routers(model)
         return
     folder = resolve(path)
+    refuse_loss(folder, [f"buffers/{name}" for name in buffers], "model.init_from: ")
     have, wanted = read_state(folder)["shapes"], engine.shapes()
     # Routers may keep other state between steps than those that the weights were trained with.
     buffers = {name: buffer for name, buffer in buffers.items() if name in have}
     wanted |= {name: list(buffer.shape) for name, buffer in buffers.items()}
-    _refuse_loss(folder, have.keys() - wanted.keys())
     have = {name: shape for name, shape in have.items() if name in wanted or ".router." not in name}
     if wanted != have:
         differ = sorted(n for n in wanted.keys() | have if wanted.get(n) != have.get(n))
@@ -116,31 +122,46 @@ def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> Non
     shards = {name: s for name, s in engine.tensors().items() if name.startswith("weights/")}
     load_tensors(folder, shards | {f"buffers/{n}": b.reshape(-1) for n, b in buffers.items()})
     engine.loaded()
+    start_routers(model, loaded=buffers)
 
 
-# State of a router that changes what it computes.
-_ACTING = ("selection_bias", "weight_ema", "default_ED", "l1_coef")
+# State that changes what the model computes, and the setting that makes it do so.
+_ACTING = {
+    ".router.selection_bias": "router.bias_update",
+    ".router.weight_ema": "router.ema",
+    ".router.default_ED": "router.default_fill",
+    ".router.l1_coef": "router.score",
+    ".router.family_E": "surgery.clone",
+    "masks/": "train.sparse_density",
+}
 
 
-def _refuse_loss(folder: Path, lost: set[str]) -> None:
+def refuse_loss(folder: Path, kept: Collection[str], place: str = "") -> None:
     """Refuse to go on without what the model of a checkpoint computes with.
+
+    Args:
+        kept: names of the checkpoint's tensors that this run has too; others are lost.
+        place: what the message begins with.
 
     Raises:
         ValueError: naming it.
     """
-    masks = [name for name in lost if name.endswith(".router.active_E")]
-    if not all(bool(mask_E.all()) for mask_E in read_weights(folder, masks).values()):
+    lost = stored_tensors(folder).keys() - set(kept)
+    slots = [n.removeprefix("buffers/") for n in lost if n.endswith(".router.active_E")]
+    if not all(bool(mask_E.all()) for mask_E in read_weights(folder, slots).values()):
         raise ValueError(
-            f"model.init_from: {folder} has free expert slots. Export it to a Hugging Face folder, "
-            "which leaves them out (scripts/export_hf.py), or give surgery.events or surgery.policy"
+            f"{place}{folder} has free expert slots. Give surgery.events or surgery.policy (with "
+            "surgery.dry_run=true nothing changes), or start a run from its export, which leaves "
+            "them out (scripts/export_hf.py)"
         )
-    lacks = read_state(folder).get("inexact", [])
-    masked = any("train.sparse_density" in lack for lack in lacks)
-    if masked or (lacks and any(name.rpartition(".")[2] in _ACTING for name in lost)):
+    found = read_state(folder).get("inexact", [])
+    acting = [key for part, key in _ACTING.items() if any(part in name for name in lost)]
+    lacks = [lack for lack in found if any(f"({key})" in lack for key in acting)]
+    if lacks:
         raise ValueError(
-            f"model.init_from: {folder} was trained with {' and '.join(lacks)}, which this run "
-            "does not have, so another model would be continued. Give the same router settings, "
-            "or a checkpoint from that run's last router.end_steps steps"
+            f"{place}{folder} was trained with {' and '.join(lacks)}, which this run does not "
+            "have, so another model would be continued. Give the same settings, or let them end "
+            "before: in a run's last router.end_steps steps, masks at train.sparse_until"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -11,13 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.build import build_model
+from models.config import ModelConfig
+from moe import RouterControl
+from moe.control import routers_of
 from tests.processes import Group, start_training
-from tests.training.tiny import write_inputs
+from tests.training.tiny import MODEL, write_inputs
 from training.checkpoint import read_state, read_weights
 from training.data.tokenizer import read_tokenizer
 from training.logging import read_lines, read_metrics
+from training.weights import save_weights
 
 STEPS = 24
+ENGINES = ["fsdp2"] + ["deepspeed"] * (importlib.util.find_spec("deepspeed") is not None)
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +187,21 @@ def test_a_start_that_several_processes_refused_can_be_corrected(config, tmp_pat
     finish(train(config, tmp_path, *words, "data.tokenizer_vocab_size=280", world=2))
     kept = read_tokenizer(tmp_path / "runs/mine/tokenizer")
     assert kept.vocab_size == 280, "not that of the short text"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_initial_weights_bring_the_average_that_routes(config, tmp_path, engine):
+    """Not moved by the weight's steps, it moves a tenth of the way to the weight in each."""
+    model = ModelConfig(**MODEL)
+    theirs = build_model(model, seed=5, control=RouterControl(ema=0.9))
+    for router in routers_of(theirs):
+        router.weight_ema.mul_(3)
+    words = [f"model.init_from={save_weights(theirs, tmp_path / 'source')}", "router.ema=0.9"]
+    words += ["router.exportable=false", "optim.lr=1e-30", "optim.warmup_steps=0", "train.steps=1"]
+    words += ["run.name=next", f"parallel.engine={engine}", "train.micro_batch_size=1"]
+    group = start_training([str(config), *words], world=2, folder=tmp_path)
+    finish(group)
+    ours = read_weights((tmp_path / "runs/next/checkpoints/latest").resolve())
+    for layer, router in enumerate(routers_of(theirs)):
+        expected = torch.lerp(router.weight_ema, router.weight.detach(), 0.1)
+        torch.testing.assert_close(ours[f"layers.{layer}.moe.router.weight_ema"], expected)

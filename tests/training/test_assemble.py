@@ -7,10 +7,13 @@ import torch
 
 from models.build import build_model
 from models.hf import export_hf
+from moe import RouterControl
+from moe.control import routers_of
 from tests.training.tiny import write_inputs
 from training.assemble import make_trainee, model_config
 from training.config import load_config, make_plan
 from training.data import load_tokenizer
+from training.weights import save_weights
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
@@ -36,3 +39,28 @@ def test_first_master_weights_are_not_rounded(tmp_path, source, weights):
         assert torch.equal(master, value.detach().flatten().to(kept)), name
         assert torch.equal(parameter.detach(), value.detach().to(parameter.dtype)), name
         assert parameter.dtype == (torch.float32 if ".router." in name else torch.bfloat16)
+
+
+@pytest.mark.parametrize("source", ["average", "none", "folder"])
+def test_averaged_router_weights_go_on_or_start_at_the_weight(tmp_path, source):
+    file = write_inputs(tmp_path / "run")
+    config = load_config(file)
+    architecture = model_config(config, load_tokenizer(config.data, tmp_path / "tokenizer"))
+    control = RouterControl(ema=0.9 if source == "average" else None)
+    theirs = build_model(architecture, seed=5, control=control)
+    if source == "average":
+        for router in routers_of(theirs):
+            router.weight_ema.mul_(3)
+    if source == "folder":
+        folder = tmp_path / "hf"
+        export_hf(theirs, folder)
+    else:
+        folder = save_weights(theirs, tmp_path / "source")
+    words = [f"model.init_from={folder}", "router.ema=0.9", "router.exportable=false"]
+    config = load_config(file, words)
+    plan = make_plan(config, cuda=False)
+    ours = make_trainee(config, architecture, plan, torch.device("cpu"), steps=8).model
+    for router, before in zip(routers_of(ours), routers_of(theirs), strict=True):
+        assert torch.equal(router.weight, before.weight)
+        expected = before.weight if before.weight_ema is None else before.weight_ema
+        assert torch.equal(router.weight_ema, expected)

@@ -146,6 +146,41 @@ def test_a_bias_that_acts_is_not_dropped_from_initial_weights(
     assert train.main([*words, *bias, "run.name=with"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("knobs", "lost"),
+    [
+        (["router.bias_update=quantile"], r"selection bias (router.bias_update)"),
+        (["router.ema=0.9"], "averaged router weights (router.ema)"),
+        (
+            ["router.gradient=default", "router.default_fill=forward"],
+            "outputs of experts that were not chosen (router.default_fill)",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_run_does_not_go_on_without_what_its_model_computes_with(
+    tiny_config, monkeypatch, tmp_path, capsys, knobs, lost
+):
+    monkeypatch.chdir(tmp_path)
+    words = [str(tiny_config), "eval.every_steps=null", "eval.batches=16"]
+    assert train.main([*words, *knobs, "router.exportable=false", "train.steps=4"]) == 0
+    capsys.readouterr()
+    assert train.main([*words, "train.steps=5"]) == 2
+    assert lost in capsys.readouterr().err
+    assert train.main([*words, *knobs, "router.end_steps=2", "train.steps=7"]) == 0
+    assert train.main([*words, "train.steps=8"]) == 0
+
+
+def test_statistics_that_the_model_does_not_compute_with_may_go(tiny_config, monkeypatch, tmp_path):
+    """The mean outputs serve the gradient alone, the last load the loss; the bias stays."""
+    monkeypatch.chdir(tmp_path)
+    words = [str(tiny_config), "router.bias_update=sign", "router.exportable=false"]
+    words.append("router.balance_coef=0.01")
+    more = ["router.gradient=default", "router.balance_scope=lagged"]
+    assert train.main([*words, *more, "train.steps=4"]) == 0
+    assert train.main([*words, "train.steps=5"]) == 0
+
+
 def test_resume_lands_on_the_same_state_bit_for_bit(tiny_config, monkeypatch, tmp_path):
     """Bias, averaged weights, last load and the probe's churn go on as if never stopped."""
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -220,6 +221,19 @@ def test_runs_resume_exactly_and_export_what_they_train(start, tmp_path, monkeyp
     assert (weight == 0).float().mean().item() == pytest.approx(0.75, abs=0.01)
     events = read_lines(tmp_path / "runs/a/events.jsonl")
     assert [line["exact"] for line in events if line["event"] == "export_check"] == [True]
+
+
+def test_masks_end_before_they_are_left_out(start, tmp_path, capsys):
+    words = ["run.name=a", "checkpoint.keep_last=null"]
+    assert start(*words, *SOFT) == 0
+    assert start(*words, "train.steps=9") == 0, "hidden weights are zero"
+    checkpoints = tmp_path / "runs/a/checkpoints"
+    for step in (6, 8, 9):  # back to step 3, when they learn
+        shutil.rmtree(checkpoints / f"step_{step:08d}")
+    capsys.readouterr()
+    assert start(*words) == 2
+    assert "masks of weights that go on learning" in capsys.readouterr().err
+    assert start(*words, *SOFT) == 0
 
 
 def test_activation_density_is_measured_on_the_probe(start, tmp_path):

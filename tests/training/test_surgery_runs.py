@@ -172,7 +172,7 @@ def test_layers_are_levelled_before_the_end(tiny_config, monkeypatch, tmp_path):
     assert exported(folder, tmp_path / "hf")["num_experts"] == last["layers/0/experts"]
 
 
-def test_families_share_tokens_and_dissolve(tiny_config, monkeypatch, tmp_path):
+def test_families_share_tokens_and_dissolve(tiny_config, monkeypatch, tmp_path, capsys):
     """The loss hardly moves at the clone in a family of models without selection bias, and what is
     exported has no families."""
     monkeypatch.chdir(tmp_path)
@@ -190,3 +190,11 @@ def test_families_share_tokens_and_dissolve(tiny_config, monkeypatch, tmp_path):
     ]
     assert changes == ["step 10: copies of one expert may be chosen together from now on"]
     assert exported(folder, tmp_path / "hf")["num_experts"] == 6
+
+    kept = [*words, "router.exportable=false", "run.name=kept"]
+    assert train.main(kept) == 0
+    together = [word.replace("clone=family", "clone=copy") for word in words]
+    capsys.readouterr()
+    assert train.main([*together, "run.name=kept", "train.steps=13"]) == 2
+    assert "choice within families (surgery.clone)" in capsys.readouterr().err
+    assert train.main([*together, "run.name=family", "train.steps=13"]) == 0
