@@ -101,10 +101,13 @@ def l1_loss(
     Args:
         k: experts wanted per token.
         counts_E, step_tokens: load of the whole step and its tokens; the micro-batch's when None.
+            Even, with K experts per token, where nothing was counted.
     """
     tokens = stats.tokens.clamp(min=1)
-    load_E = stats.counts_E if counts_E is None else counts_E
-    share_E = load_E.detach().double() / (tokens[..., None] if counts_E is None else step_tokens)
+    load_E = (stats.counts_E if counts_E is None else counts_E).detach().double()
+    share_E = load_E / (tokens[..., None] if counts_E is None else step_tokens)
+    some = load_E.sum(dim=-1, keepdim=True) > 0
+    share_E = torch.where(some, share_E, k / load_E.shape[-1])
     mean_E = stats.gate_sum_E / tokens[..., None]
     return stats.experts / k * (share_E.to(mean_E.dtype) * mean_E).sum(dim=-1)
 

@@ -160,6 +160,12 @@ def routers_of(model: nn.Module) -> list[Router]:
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
+def stacked(routers: Sequence[Router], name: str) -> Tensor | None:
+    """A buffer of all routers, [L, ...]; None where they have none of that name."""
+    rows = [getattr(router, name) for router in routers]
+    return torch.stack(rows) if rows and rows[0] is not None else None
+
+
 def begin_step(model: nn.Module, step: int) -> list[str]:
     """Set what depends on the number of the step alone, before its first forward pass.
 
@@ -307,6 +313,8 @@ def update_routers(
             _update_bias(mine, seen, control, step, done_L)
         if control.keep_load:
             _assign([r.load_E for r in mine], seen.counts_E.float(), done_L)
+            if control.l1_start is not None:
+                _assign([r.load_tokens for r in mine], seen.tokens, done_L)
         if control.ema is not None:
             _update_ema(mine, control.ema, applied)
         if control.l1_start is not None:

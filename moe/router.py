@@ -163,6 +163,7 @@ class Router(nn.Module):
         weight: parameter [E, D], float32.
         selection_bias: buffer [E] or None; added to the scores for the selection alone.
         load_E: buffer [E] or None; tokens per expert in the last step (`control.keep_load`).
+        load_tokens: buffer [] or None; with `score="relu"`, all tokens of that step.
         weight_ema: buffer [E, D] or None; average of the weight (`control.ema`).
         temperature: buffer [] or None; that of the draws, where it falls (`control.sample_until`).
         active_E: buffer [E] or None; 1 for the slots that hold an expert, 0 for the free ones,
@@ -205,6 +206,7 @@ class Router(nn.Module):
         start = config.sample_temperature
         self.add_state("temperature", () if falls else None, device, start=start)
         l1 = control.l1_start
+        self.add_state("load_tokens", () if l1 and control.keep_load else None, device)
         self.add_state("l1_coef", None if l1 is None else (), device, start=l1 or 0.0)
         keeps = config.keeps_outputs
         self.add_state("default_ED", weight_ED.shape if keeps else None, device)

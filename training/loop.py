@@ -35,7 +35,7 @@ from moe.balance import (
     sequence_loss,
     z_loss,
 )
-from moe.control import needs_update, routers_of, update_routers
+from moe.control import needs_update, routers_of, stacked, update_routers
 from moe.metrics import RouterStats, layer_metrics, model_metrics, pack, to_host
 from parallel import World, agree, gather, sum_
 from training.device import untouched_rng
@@ -131,7 +131,7 @@ def train_step(
         l1_L, k = _penalty(model)
         # Without a loss that compares with a load, none has to be found.
         scope = router.balance_scope if router.balance_coef or l1_L is not None else "micro"
-        load_LE = load_before(model, batches, scope, world)
+        load_LE = load_before(model, batches, scope, world, tokens)
         for number, batch in enumerate(batches, 1):
             with optimizer.micro_batch(last=number == len(batches)):
                 out = model(batch.tokens_BL, **batch.beside)
@@ -255,14 +255,12 @@ def relative_work(model: nn.Module, router: RouterConfig, device: torch.device) 
 def _penalty(model: nn.Module) -> tuple[Tensor | None, int]:
     """Weights [L] of the penalty of the score relu, if that is in use, and the K it aims at."""
     routers = routers_of(model)
-    if not routers or routers[0].l1_coef is None:
-        return None, 1
-    l1_L = torch.stack([router.l1_coef for router in routers])
-    return l1_L, routers[0].config.num_experts_per_tok
+    k = routers[0].config.num_experts_per_tok if routers else 1
+    return stacked(routers, "l1_coef"), k
 
 
 def load_before(
-    model: nn.Module, batches: Sequence[Batch], scope: str, world: World
+    model: nn.Module, batches: Sequence[Batch], scope: str, world: World, tokens: Tensor
 ) -> Tensor | None:
     """Tokens per expert that the balance loss compares with, [L, E], where they are known or found
     before the step; None: those of each micro-batch, or of the one there is.
@@ -271,10 +269,16 @@ def load_before(
         several of them they all go through the model once more beforehand, without gradient: a
         third more arithmetic, for a loss that no layout and no accumulation changes.
     lagged: the load of the last step, which costs nothing (and is as independent of the layout).
+        With the score relu, what it would be for the `tokens` of this step: the penalty goes by
+        tokens per expert, not by shares of the load. Zeros in the first step.
     """
     if scope == "lagged":
-        loads = [router.load_E for router in routers_of(model)]
-        return torch.stack(loads) if loads else None
+        routers = routers_of(model)
+        load_LE, before_L = stacked(routers, "load_E"), stacked(routers, "load_tokens")
+        if before_L is None:
+            return load_LE
+        scale_L = torch.where(before_L > 0, tokens.double() / before_L, 0.0)
+        return load_LE * scale_L[:, None]
     if scope != "global" or len(batches) == 1:
         return None
     counts_LE = None

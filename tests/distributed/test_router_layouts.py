@@ -38,6 +38,11 @@ CASES = {
     "dense": ({}, {"gradient": "dense"}, {"balance_scope": "global"}),
     "default": ({}, {"gradient": "default"}, {"balance_scope": "global"}),
     "relu": ({}, {"l1_start": 0.1}, {"balance_scope": "global", "balance_coef": 0.0}),
+    "relu, lagged": (
+        {},
+        {"l1_start": 0.1, "keep_load": True},
+        {"balance_scope": "lagged", "balance_coef": 0.0},
+    ),
 }
 
 
@@ -102,11 +107,14 @@ def _widened(batch):
     return dataclasses.replace(batch, **wide, documents=template.documents)
 
 
-def steps(case: str, world: World, accumulation: int, padded: bool) -> dict[str, torch.Tensor]:
-    """Two steps: balance value, router gradients and state after the second."""
+def steps(
+    case: str, world: World, accumulation: int, padded: bool, repeats: int = 1
+) -> dict[str, torch.Tensor]:
+    """Two steps, the first of so many copies of the rows: balance value, router gradients and state
+    after the second."""
     fields, control, setting = CASES[case]
     config = ModelConfig(**MODEL | fields, initializer_range=0.3)
-    options = {"score": "relu", "norm": "none"} if case == "relu" else {}
+    options = {"score": "relu", "norm": "none"} if "l1_start" in control else {}
     model = build_model(
         config,
         dtype=torch.float64,
@@ -122,9 +130,10 @@ def steps(case: str, world: World, accumulation: int, padded: bool) -> dict[str,
     batches = batches_of(world, accumulation, padded)
     for step in (1, 2):
         begin_step(model, step)
-        totals = agree_on_step(world, batches, stop=False)
+        now = batches * repeats if step == 1 else batches
+        totals = agree_on_step(world, now, stop=False)
         train_step(
-            model, optimizer, batches, totals, step=step, lr=0.3, router=router, world=world,
+            model, optimizer, now, totals, step=step, lr=0.3, router=router, world=world,
             device=alone.CPU,
         )  # fmt: skip
     found = {"balance": optimizer.terms[1:2].clone()}
@@ -170,6 +179,7 @@ def test_one_process(whole):
     for case, tensors in whole.items():
         assert all(tensor.norm() > 0 for tensor in tensors.values()), case
         buffers = {"global": 0, "global cv2": 0, "sequence": 0, "dense": 0, "default": 4}
+        buffers["relu, lagged"] = 6
         assert len(tensors) == 3 + buffers.get(case, 2)
 
 
@@ -189,6 +199,11 @@ def test_several_processes(whole, world, accumulations, cases):
         for other in results[1:]:
             for name, tensor in tensors.items():
                 assert torch.equal(other[key][name], tensor), f"{key}: ranks differ in {name}"
+
+
+@pytest.mark.parametrize("case", ["lagged", "relu, lagged"])
+def test_a_last_load_of_more_tokens_is_the_same_load(whole, case):
+    compare({(case, 1, False): steps(case, World(), 1, False, repeats=3)}, whole)
 
 
 def test_the_micro_scope_does_depend_on_the_layout(whole):

@@ -96,6 +96,16 @@ def test_penalty_worked_and_independent_of_the_split():
     torch.testing.assert_close(split, 0.5 * value)
 
 
+def test_without_a_load_it_is_even():
+    """K tokens in E for every expert: the penalty is then the mean of a token's gates."""
+    stats = relu_layer()(torch.randn(20, 6, dtype=torch.float64))[1]
+    none = torch.zeros_like(stats.counts_E)
+    right = stats.gate_sum_E.sum() / 20
+    torch.testing.assert_close(l1_loss(stats, 2, none, 20.0), right)
+    even = torch.full_like(stats.gate_sum_E, 20 * 2 / 7)
+    torch.testing.assert_close(l1_loss(stats, 2, even, 20.0), right)
+
+
 def test_padding_changes_nothing():
     layer = relu_layer()
     x = torch.randn(10, 6, dtype=torch.float64)
