@@ -115,8 +115,13 @@ def change_state(router: Router, change: Change, dormant: bool = False) -> None:
         dormant: of a clone: nothing chooses it until its selection bias has risen.
 
     Raises:
-        ValueError: a dormant clone where no selection bias could keep tokens away.
+        ValueError: a change that cannot be, or a dormant clone where no selection bias could keep
+            tokens away.
     """
+    slots = router.config.num_experts
+    active_E = [True] * slots if router.active_E is None else router.active_E.bool().tolist()
+    family_E = None if router.family_E is None else router.family_E.tolist()
+    check_change(change, active_E, router.k, family_E)
     if dormant and (router.selection_bias is None or router.config.score not in DORMANT_SCORES):
         raise ValueError(
             "a dormant clone needs a selection bias (selection_bias=True) and score='sigmoid', "
@@ -124,7 +129,6 @@ def change_state(router: Router, change: Change, dormant: bool = False) -> None:
         )
     if change.kind != "revive" and router.active_E is None:
         raise ValueError("the router has no free slots; it needs start_experts")
-    slots = router.config.num_experts
     for buffer in router.buffers():  # the mask is one of them
         if buffer.dim() and buffer.shape[0] % slots == 0:
             move_rows(buffer.view(slots, -1), change)
@@ -136,10 +140,7 @@ def change_state(router: Router, change: Change, dormant: bool = False) -> None:
 def move_rows(rows_EX: Tensor, change: Change) -> None:
     """Bring a tensor [E, ...] of numbers that belong to each expert after a change: a copy has its
     parent's, a free slot zeros."""
-    if change.parent is None:
-        rows_EX[change.expert] = 0.0
-    else:
-        rows_EX[change.expert] = rows_EX[change.parent]
+    rows_EX[change.expert] = 0.0 if change.parent is None else rows_EX[change.parent]
 
 
 @torch.no_grad()
@@ -165,9 +166,6 @@ def change_layer(
         ValueError: a change that cannot be.
     """
     slots, router = layer.config.num_experts, layer.router
-    active_E = [True] * slots if router.active_E is None else router.active_E.bool().tolist()
-    family_E = None if router.family_E is None else router.family_E.tolist()
-    check_change(change, active_E, router.k, family_E)
     change_state(router, change, dormant)
     for rows_EX in moments:
         move_rows(rows_EX, change)

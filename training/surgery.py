@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from moe.control import routers_of
+from moe.control import routers_of, stacked
 from moe.metrics import to_host
-from moe.surgery import Change, change_state, check_change, noise_for
+from moe.surgery import Change, change_state, noise_for
 from parallel.flat_shard import local_of, read_range, write_range
 from training.config_surgery import least_experts
 from training.faults import RunFailed
@@ -62,9 +62,6 @@ def make_changes(
     for change in changes:
         router = routers[change.layer]
         slots = router.config.num_experts
-        mask_E = torch.ones(slots) if router.active_E is None else router.active_E
-        family_E = None if router.family_E is None else router.family_E.tolist()
-        check_change(change, mask_E.bool().tolist(), router.k, family_E)
         change_state(router, change, dormant and change.kind != "retire")
         for parameter in WEIGHTS:
             name = names[change.layer] + parameter
@@ -137,26 +134,17 @@ def _touches(change: Change, others: Sequence[Change]) -> bool:
 def look(job: Job) -> Seen:
     """The numbers of the last step, and of the averages; waits for the device."""
     read, worth, routers = job.read, job.trainee.worth, routers_of(job.model)
+    names = () if worth is None else ("importance_LE", "load_LE", "low_LE", "changed_L")
+    numbers = {name: getattr(worth, name) for name in names}
+    numbers["family_LE"] = stacked(routers, "family_E")
+    active_LE, numbers = to_host((stacked(routers, "active_E"), numbers))
     counts_LE = read.counts_LE
-    masks = [router.active_E for router in routers]
-    active, numbers = to_host(
-        (
-            torch.stack(masks) if masks[0] is not None else None,
-            worth.tensors() if worth is not None else {},
-        )
-    )
-    numbers = {name.partition("/")[2]: value for name, value in numbers.items()}
-    shaped = {
-        f"{name}_LE": numbers[name].view(counts_LE.shape)
-        for name in ("importance", "load", "low")
-        if name in numbers
-    }
     return Seen(
-        torch.ones_like(counts_LE, dtype=torch.bool) if active is None else active.bool(),
+        torch.ones_like(counts_LE, dtype=torch.bool) if active_LE is None else active_LE.bool(),
         counts_LE,
         read.health["health/dead"].view(counts_LE.shape),
-        changed_L=numbers.get("changed"),
-        **shaped,
+        k=routers[0].k,
+        **numbers,
     )
 
 
@@ -180,10 +168,9 @@ def _make(job: Job, changes: list[Change], dormant: bool) -> list[Done]:
         health.dead_LE[change.layer, change.expert] = 0.0
         if worth is not None:
             worth.changed(change, job.progress.step)
-    masks = [router.active_E for router in routers_of(job.model)]
-    experts = None
-    if masks[0] is not None:  # waits for all of it
-        experts = [int(count) for count in torch.stack(masks).sum(dim=1).tolist()]
+    active_LE, experts = stacked(routers_of(job.model), "active_E"), None
+    if active_LE is not None:  # waits for all of it
+        experts = [int(count) for count in active_LE.sum(dim=1).tolist()]
     elif job.device.type == "cuda":
         torch.cuda.synchronize(job.device)
     seconds = time.perf_counter() - start

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe.surgery import Change
+from moe.surgery import Change, move_rows
 from training.exactness import last_acting_step
 from training.health import ALARM_DEAD
 
@@ -38,12 +38,23 @@ class Seen:
     load_LE: Tensor | None = None
     low_LE: Tensor | None = None
     changed_L: Tensor | None = None
+    family_LE: Tensor | None = None
+    k: int = 1
+    """Families that a token needs to choose from."""
 
-    def least(self, layer: int) -> int:
-        """The expert of least importance."""
-        return int(
-            self.importance_LE[layer].masked_fill(~self.active_LE[layer], torch.inf).argmin()
-        )
+    def spare(self, layer: int) -> Tensor:
+        """Which experts may go: K families or more are left without any one; bool [E]."""
+        active_E = self.active_LE[layer]
+        if self.family_LE is None:
+            return active_E
+        family_E = self.family_LE[layer]
+        several_E = ((family_E[:, None] == family_E) & active_E).sum(dim=1) > 1
+        return active_E & (several_E | (len(family_E[active_E].unique()) > self.k))
+
+    def least(self, layer: int, among_E: Tensor | None = None) -> int:
+        """The expert of least importance, of all or of some (bool)."""
+        among_E = self.active_LE[layer] if among_E is None else among_E
+        return int(self.importance_LE[layer].masked_fill(~among_E, torch.inf).argmin())
 
     def neediest(self, layer: int) -> int:
         """The expert of largest load times importance."""
@@ -52,22 +63,23 @@ class Seen:
 
     def follow(self, change: Change) -> None:
         """Take a change for made."""
-        layer, expert, parent = change.layer, change.expert, change.parent
-        self.active_LE[layer, expert] = parent is not None
-        for rows_LE in (self.importance_LE, self.load_LE):
-            rows_LE[layer, expert] = 0.0 if parent is None else rows_LE[layer, parent]
+        self.active_LE[change.layer, change.expert] = change.parent is not None
+        for rows_LE in (self.importance_LE, self.load_LE, self.family_LE):
+            if rows_LE is not None:
+                move_rows(rows_LE[change.layer], change)
 
-    def free(self, layer: int) -> int | None:
-        """The first free slot."""
+    def free(self, layer: int) -> int:
+        """The first free slot; -1 if there is none."""
         free = (~self.active_LE[layer]).nonzero().flatten().tolist()
-        return free[0] if free else None
+        return free[0] if free else -1
 
 
 def choose_revivals(seen: Seen, after: int) -> list[Change]:
     """At most one in each layer: the expert that has been dead longest, if for `after` steps, as a
-    copy of the one with most tokens."""
+    copy of the one with most tokens. None that its layer cannot spare."""
     found = []
     for layer, (dead_E, counts_E) in enumerate(zip(seen.dead_LE, seen.counts_LE)):
+        dead_E = dead_E.masked_fill(~seen.spare(layer), 0)
         expert = int(dead_E.argmax())
         if dead_E[expert] >= after:
             reason = f"dead for {int(dead_E[expert])} steps"
@@ -91,7 +103,6 @@ def scheduled(events: Sequence[SurgeryEvent], step: int, seen: Seen) -> list[Cha
                 slot = event.slot
                 if slot is None:
                     slot = seen.free(layer) if event.kind == "clone" else seen.least(layer)
-                slot = -1 if slot is None else slot
                 found.append(Change(event.kind, slot, parent, layer, "scheduled"))
             seen.follow(found[-1])
     return found
@@ -118,10 +129,11 @@ def decide(
         if step - seen.changed_L[layer] < surgery.cooldown:
             continue
         idle_E = (low_LE[layer] >= surgery.retire_after) | (seen.dead_LE[layer] >= ALARM_DEAD)
-        idle_E &= active_E
+        idle_E &= seen.spare(layer)
         count, parent = int(active_E.sum()), seen.neediest(layer)
-        load = float(seen.load_LE[layer, parent] / _mean(seen.load_LE[layer], active_E))
-        worst = int(importance_E.masked_fill(~idle_E, torch.inf).argmin())
+        mean = seen.load_LE[layer, active_E].mean().clamp(min=1e-20)
+        load = float(seen.load_LE[layer, parent] / mean)
+        worst = seen.least(layer, idle_E)
         why = f"importance {_ratio(importance_E[worst], median)} of the median"
         need = f"copied one has {load:.2f} times the mean load"
         if surgery.policy == "replace":
@@ -134,22 +146,19 @@ def decide(
     return found, low_LE
 
 
-def _mean(load_E: Tensor, active_E: Tensor) -> Tensor:
-    return load_E[active_E].mean().clamp(min=1e-20)
-
-
 def _ratio(value: Tensor, median: Tensor) -> str:
     return f"{float(value / median.clamp(min=1e-20)):.2g}"
 
 
 def level(seen: Seen) -> list[Change]:
     """What makes all layers have as many experts as the one with fewest: those of least importance
-    of the others retire."""
+    of those that can be spared retire; `seen` follows them."""
     fewest, found = int(seen.active_LE.sum(1).min()), []
     for layer, active_E in enumerate(seen.active_LE):
-        order = seen.importance_LE[layer].masked_fill(~active_E, torch.inf).argsort(stable=True)
-        extra = order[: int(active_E.sum()) - fewest].tolist()
-        found += [Change("retire", slot, None, layer, "layers are levelled") for slot in extra]
+        for _ in range(int(active_E.sum()) - fewest):
+            slot = seen.least(layer, seen.spare(layer))
+            found.append(Change("retire", slot, None, layer, "layers are levelled"))
+            seen.follow(found[-1])
     return found
 
 

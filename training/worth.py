@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe.control import routers_of
 from moe.metrics import RouterStats, relative_load
 from moe.router import Router
-from moe.surgery import Change
+from moe.surgery import Change, move_rows
 from training.config_surgery import importance, uses_slots
 
 if TYPE_CHECKING:
@@ -107,9 +107,7 @@ class Worth:
     def changed(self, change: Change, step: int) -> None:
         """A copy is taken for what its parent is; a free slot is worth nothing."""
         for rows_LE in (self.importance_LE, self.load_LE):
-            parent = change.parent
-            worth = 0.0 if parent is None else rows_LE[change.layer, parent]
-            rows_LE[change.layer, change.expert] = worth
+            move_rows(rows_LE[change.layer], change)
         self.low_LE[change.layer, change.expert] = 0.0
         self.changed_L[change.layer] = step
 

@@ -243,6 +243,55 @@ def test_layers_are_levelled_by_importance():
     assert found == [("retire", 1, 1), ("retire", 1, 3), ("retire", 2, 3)]
 
 
+def test_families_do_not_fall_below_k():
+    """Two are needed: 3 is the last of its family, and 1 may not follow 0."""
+    families = {"family_LE": torch.tensor([[0.0, 0, 0, 3]]), "k": 2}
+    dead = {"dead_LE": torch.tensor([[0.0, 200, 0, 300]])}
+    for which, kind, parent in (("resize", "retire", None), ("replace", "revive", 2)):
+        for more, expert in (({}, 3), (families, 1)):
+            now = worth([1.0, 0.5, 1.2, 0.4], (1.0, 1, 2, 1), **dead, **more)
+            found = decide(policy(policy=which, clone_above=9), now, 500, (2, 4))
+            assert kinds(found) == [(kind, expert, parent)]
+    counts_LE, alone = torch.tensor([[9.0, 0, 1, 0]]), torch.tensor([[0.0, 0, 0, 300]])
+    now = seen(counts_LE, dead["dead_LE"], **families)
+    assert [(c.expert, c.parent) for c in choose_revivals(now, 5)] == [(1, 0)]
+    assert [c.expert for c in choose_revivals(seen(counts_LE, alone), 5)] == [3]
+    assert not choose_revivals(seen(counts_LE, alone, **families), 5)
+    first = torch.tensor([[300.0, 0, 0, 0]])
+    of_first = families | {"family_LE": torch.tensor([[0.0, 1, 1, 1]])}
+    assert not choose_revivals(seen(counts_LE, first, **of_first), 5)
+    assert choose_revivals(seen(counts_LE, first, **of_first | {"k": 1}), 5)
+
+
+def test_levelling_leaves_k_families():
+    now = seen(
+        torch.ones(2, 4),
+        active_LE=torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool(),
+        importance_LE=torch.tensor([[3.0, 2, 2.5, 1], [1, 1, 0, 0]]),
+        load_LE=torch.ones(2, 4),
+        family_LE=torch.tensor([[0.0, 0, 0, 3], [0, 1, 0, 0]]),
+        k=2,
+    )
+    assert [(c.kind, c.layer, c.expert) for c in level(now)] == [("retire", 0, 1), ("retire", 0, 2)]
+    assert now.active_LE.tolist() == [[True, False, False, True], [True, True, False, False]]
+
+
+def test_a_copy_is_of_the_family_of_its_parent():
+    now = seen(
+        torch.ones(1, 4),
+        active_LE=torch.tensor([[True, True, True, False]]),
+        importance_LE=torch.tensor([[3.0, 1, 2, 0]]),
+        load_LE=torch.ones(1, 4),
+        family_LE=torch.tensor([[0.0, 1, 2, 0]]),
+        k=2,
+    )
+    scheduled([SurgeryEvent(step=5, kind="clone", expert=2)], 5, now)
+    assert now.family_LE.tolist() == [[0, 1, 2, 2]]
+    assert now.spare(0).all()
+    scheduled([SurgeryEvent(step=6, kind="retire", expert=1)], 6, now)
+    assert now.spare(0).tolist() == [False, False, True, True]
+
+
 # --- what is measured -----------------------------------------------------------------------------
 
 

@@ -172,6 +172,25 @@ def test_layers_are_levelled_before_the_end(tiny_config, monkeypatch, tmp_path):
     assert exported(folder, tmp_path / "hf")["num_experts"] == last["layers/0/experts"]
 
 
+@pytest.mark.parametrize("which", ["replace", "resize"])
+def test_the_policy_goes_on_with_as_few_families_as_a_token_needs(
+    which, tiny_config, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    words = [str(tiny_config), "run.seed=2", "train.steps=24", "surgery.clone=family"]
+    words += ["train.global_batch_size=2", "router.exportable=false", "router.init_std=3"]
+    words += ["optim.router_lr_multiplier=5", *(POLICY if which == "resize" else POLICY[:-1])]
+    words += [f"surgery.policy={which}", "surgery.retire_below=0.95", "surgery.retire_after=1"]
+    assert train.main([*words, "surgery.importance=load", "run.name=few"]) == 0
+    folder = tmp_path / "runs" / "few"
+    buffers = read_weights((folder / "checkpoints" / "latest").resolve())
+    fewest = 4
+    for layer in ("layers.0.moe.router.", "layers.1.moe.router."):
+        family_E = buffers[f"{layer}family_E"][buffers[f"{layer}active_E"] > 0]
+        fewest = min(fewest, len(family_E.unique()))
+    assert fewest == 2
+
+
 def test_families_share_tokens_and_dissolve(tiny_config, monkeypatch, tmp_path, capsys):
     """The loss hardly moves at the clone in a family of models without selection bias, and what is
     exported has no families."""
