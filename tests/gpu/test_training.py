@@ -172,11 +172,20 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
 GRAPH = ("train.cuda_graph=true", "router.balance_scope=lagged")
 NARROW = ("optim.weights=bfloat16", "optim.moments=bfloat16")
 ONE = ("train.micro_batch_size=4",)
+RELU = ("router.score=relu", "router.exportable=false")
 
 
 @pytest.mark.parametrize(
     "settings",
-    [(), ("train.checkpointing=selective",), GRAPH, NARROW, ONE, (*ONE, *NARROW, *GRAPH)],
+    [
+        (),
+        ("train.checkpointing=selective",),
+        GRAPH,
+        NARROW,
+        ONE,
+        (*ONE, *NARROW, *GRAPH),
+        (*RELU, *GRAPH),
+    ],
     ids=str,
 )
 def test_a_run_stops_and_goes_on_exactly(tmp_path, monkeypatch, settings):
