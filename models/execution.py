@@ -92,9 +92,5 @@ def selective_attention(function: Callable, *arguments: Any) -> Tensor:
     """Run the attention half of a block, keeping products and attention, recomputing the rest."""
     contexts = partial(create_selective_checkpoint_contexts, _keep_products)
     return checkpoint(
-        function,
-        *arguments,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=contexts,
+        function, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
     )

@@ -323,11 +323,7 @@ def _sync(path: Path) -> None:
 
 
 def load_hf(
-    folder: str | Path,
-    *,
-    ignore_keys: tuple[str, ...] = (),
-    drop_mtp: bool = False,
-    **build: Any,
+    folder: str | Path, *, ignore_keys: tuple[str, ...] = (), drop_mtp: bool = False, **build: Any
 ) -> Decoder:
     """The model in a Hugging Face folder. `build`: arguments of `build_model` (dtype, device,
     kernels...).

@@ -199,11 +199,7 @@ class GlobalSums:
         self._number = {group.name: number for number, group in enumerate(groups)}
         plan = mesh.plan
         # How many ranks hold the same element, by kind of parameter.
-        self.copies = {
-            "dense": plan.nodes,
-            "expert": plan.expert_replica,
-            "router": plan.world,
-        }
+        self.copies = {"dense": plan.nodes, "expert": plan.expert_replica, "router": plan.world}
 
     def reduce(self, gradients: Sequence[tuple[Place, Tensor]]) -> Tensor:
         """The norm, float32 scalar; `terms` become their sums, `group_norms` are filled.

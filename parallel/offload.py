@@ -68,11 +68,7 @@ class Offload:
 
     def named(self) -> list[tuple[str, str]]:
         """(key, value) of all but the folder, as the user wrote them."""
-        return [
-            ("offload", self.state),
-            ("offload_weights", self.weights),
-            ("adam", self.adam),
-        ]
+        return [("offload", self.state), ("offload_weights", self.weights), ("adam", self.adam)]
 
     @property
     def asked(self) -> str | None:

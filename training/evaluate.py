@@ -59,11 +59,7 @@ def as_trained(model: nn.Module) -> Iterator[None]:
 
 
 def validate(
-    model: Decoder,
-    sources: Mapping[str, Iterable[Batch]],
-    *,
-    world: World,
-    device: torch.device,
+    model: Decoder, sources: Mapping[str, Iterable[Batch]], *, world: World, device: torch.device
 ) -> dict[str, float]:
     """Mean loss per target and its perplexity, over everything and per source.
 

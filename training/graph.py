@@ -103,12 +103,7 @@ class StepGraph:
         self._pool: Any = None
 
     def run(
-        self,
-        work: Work,
-        batches: Sequence[Batch],
-        targets: int,
-        tokens: int,
-        computation: Hashable,
+        self, work: Work, batches: Sequence[Batch], targets: int, tokens: int, computation: Hashable
     ) -> Any:
         """What `work` returns: a tree of tensors that no later step changes.
 
