@@ -205,20 +205,24 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
         return 0
     print(f"does not fit: {memory.total / GIB:.1f} GiB, more than {of}")
     if memory.states + memory.context > limit:
+        guess = memory.context > limit
         print(
-            f"  weights and optimizer alone take {memory.states / GIB:.1f} GiB of each process: "
-            + _more_processes(config, plan, limit)
+            f"  weights and optimizer take {_gib(memory.states)} GiB of each process, and the "
+            f"context (a fixed guess) {_gib(memory.context)} GiB: "
+            + ("no setting changes the guess" if guess else _more_processes(config, plan, limit))
         )
+        gpus = max(2, options.gpus)  # one process uses no engine, and so offloads nothing
         for words in (["parallel.offload=cpu"], OFFLOADED):
             try:
                 moved = load_config(options.config, [*options.overrides, *words])
-                moved_plan = make_plan(moved, options.gpus, cuda=cuda, hosts=options.hosts)
+                moved_plan = make_plan(moved, gpus, cuda=cuda, hosts=options.hosts)
             except ConfigError:
                 continue
             need = process_memory(moved, moved_plan)
             if need.total <= limit:
+                on = " ".join(words) + f" on {gpus} GPUs" * (gpus > options.gpus)
                 print(
-                    f"  fits with {' '.join(words)}: {need.total / GIB:.1f} GiB, and "
+                    f"  fits with {on}: {need.total / GIB:.1f} GiB, and "
                     f"{need.host / GIB:.0f} GiB of host memory for each process"
                 )
                 break

@@ -101,8 +101,9 @@ def run(name: str, seed: int, steps: int) -> float:
 
 
 def spread(values: list[float]) -> str:
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-    return f"{statistics.mean(values):+.4f} ± {error:.4f}"
+    """Mean ± standard error, which one value does not have."""
+    mean, count = f"{statistics.mean(values):+.4f}", len(values)
+    return mean + (f" ± {statistics.stdev(values) / count**0.5:.4f}" if count > 1 else "")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@
     python scripts/prepare_data.py --corpus sotu --out sotu.jsonl
 
 The same command goes on where an earlier one ended, however it ended. Train on the store with
-`data.sources=[{path: store}]`; it brings its tokenizer along.
+`'data.sources=[{path: store}]' data.tokenizer=null`; it brings its tokenizer along.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def prepare(given: argparse.Namespace) -> None:
         reader = make_reader(source, "inputs")
         # An earlier run of this command may have left its tokenizer here: it is used again if it
         # was trained, and must be the same if it is named.
-        tokenizer = load_tokenizer(config, given.out / "tokenizer")
+        tokenizer = load_tokenizer(config, given.out / "tokenizer", place="--out")
         start = time.monotonic()
         before = len(TokenStore(given.out).blocks) if is_store(given.out) else 0
         write_store(

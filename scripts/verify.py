@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from models.config import ModelConfig
@@ -33,7 +34,9 @@ from parallel.flat_shard import FlatShard, assemble, local_of, with_local
 from parallel.processes import RankError, run_processes
 from parallel.world import joined
 from training.assemble import make_trainee
-from training.config import Config, ConfigError, Plan, load_config, make_plan
+from training.config import Config, ConfigError, Plan, field_names, load_config, make_plan
+from training.config_checks import refuse_sharded
+from training.config_load import first_line
 from training.data.batch import Batch, make_batch
 from training.data.order import Row
 from training.loop import agree_on_step, read_window, train_step
@@ -45,10 +48,16 @@ VOCABULARY = 251
 # the norm of the difference, relative to that of the one-process tensor; sums are in another order,
 # while a mistake (a missing rank, a factor) is above 0.01. Weights: Adam turns noise on a tiny
 # gradient into a whole step, so the difference of all elements is compared to their change.
+# float8, on any device: gradients of all experts together differed by 0.17 at most (38 runs of five
+# configs, each with another run.seed), and by 0.39 at least where rows came 1.25 times too large.
 TOLERANCES = {
-    "cpu": {"number 1": 1e-6, "number 2": 1e-5, "gradient": 1e-6, "weights": 1e-3},
-    "cuda": {"number 1": 1e-5, "number 2": 1e-4, "gradient": 1e-5, "weights": 1e-2},
-}
+    "cpu": {"number 1": 1e-6, "number 2": 1e-5, "gradient": 1e-6, "weights": 1e-3, "routed": 0},
+    "cuda": {"number 1": 1e-5, "number 2": 1e-4, "gradient": 1e-5, "weights": 1e-2, "routed": 0},
+    "float8": {
+        "loss 1": 0.01, "loss 2": 0.02, "number 1": 0.2, "number 2": 0.4,
+        "gradient": 0.3, "weights": 0.5, "routed": 0.08,
+    },
+}  # fmt: skip
 
 # ---- the model -----------------------------------------------------------------------------------
 
@@ -71,25 +80,20 @@ def shrink(config: ModelConfig) -> ModelConfig:
     )
     values = config.model_dump()
     small = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
+        "vocab_size": VOCABULARY, "max_position_embeddings": max(LENGTH, 64),
+        "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 32,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "head_dim": 16,
         "num_key_value_heads": 4 if config.num_key_value_heads == config.num_attention_heads else 2,
-        "head_dim": 16,
-        "max_position_embeddings": max(LENGTH, 64),
         "initializer_range": 0.1,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    }  # fmt: skip
     values |= {key: value for key, value in small.items() if values.get(key) is not None}
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if values.get("mlp_only_layers"):
         values["mlp_only_layers"] = [i for i in values["mlp_only_layers"] if i < layers]
-    return ModelConfig(**values)
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        raise ConfigError(f"at small widths: {first_line(error, field_names())}") from None
 
 
 # ---- the steps ---------------------------------------------------------------------------------
@@ -117,11 +121,7 @@ def batch_of(rows: list[Row | None]) -> Batch:
 
 
 def run_steps(
-    config: Config,
-    plan: Plan,
-    world: World,
-    device: torch.device,
-    batches: list[list[Batch]],
+    config: Config, plan: Plan, world: World, device: torch.device, batches: list[list[Batch]]
 ) -> dict[str, Any]:
     """Train one step for each list of micro-batches; what this process saw and holds."""
     trainee = make_trainee(
@@ -229,43 +229,40 @@ def put_together(results: list[dict]) -> dict:
     return whole
 
 
-def compare(one: dict, layout: dict, device: str = "cpu") -> list[Line]:
-    """All comparisons, in the order of the table."""
-    rows, allowed = [], TOLERANCES[device]
+def together(found: dict) -> dict:
+    """The same with all experts as one tensor, and all else as another."""
+    whole = dict(found)
+    for kind in ("start", "gradient", "weights"):
+        parts: dict[str, list[Tensor]] = {"experts": [], "others": []}
+        for name, value in sorted(found[kind].items()):
+            parts["experts" if ".moe.w" in name else "others"].append(value.flatten())
+        whole[kind] = {name: torch.cat(values) for name, values in parts.items() if values}
+    return whole
+
+
+def compare(one: dict, layout: dict, kind: str = "cpu") -> list[Line]:
+    """All comparisons, in the order of the table; `kind`: key of TOLERANCES."""
+    if kind == "float8":  # a token that took another expert is much of a small tensor's gradient
+        one, layout = together(one), together(layout)
+    rows, allowed = [], TOLERANCES[kind]
     for step in range(STEPS):
         for name, a in one["numbers"][step].items():
-            b = layout["numbers"][step][name]
-            difference = abs(b - a) / max(abs(a), 1e-30)
-            row = Line(
-                f"{name} {step + 1}",
-                f"{a:.7g}",
-                f"{b:.7g}",
-                difference,
-                allowed[f"number {step + 1}"],
-            )
-            rows.append(row)
+            b, what = layout["numbers"][step][name], f"{name} {step + 1}"
+            most = allowed.get(what, allowed[f"number {step + 1}"])
+            rows.append(Line(what, f"{a:.7g}", f"{b:.7g}", abs(b - a) / max(abs(a), 1e-30), most))
         if one["counts"][step] is not None:
             a, b = one["counts"][step], layout["counts"][step]
-            moved = (a - b).abs().sum().item() / 2
-            rows.append(
-                Line(f"routed tokens {step + 1}", str(int(a.sum())), str(int(b.sum())), moved, 0.0)
-            )
-    same = 0.0 if layout["alike"] else float("inf")
-    rows.append(Line("all ranks alike", "", "", same, 0.0))
+            moved, routed = (a - b).abs().sum().item() / 2, int(a.sum())
+            told = (f"routed tokens {step + 1}", str(routed), str(int(b.sum())))
+            rows.append(Line(*told, moved, allowed["routed"] * routed))
+    rows.append(Line("all ranks alike", "", "", 0.0 if layout["alike"] else float("inf"), 0.0))
     for kind in ("gradient", "weights"):
         for name, want in one[kind].items():
             got, start = layout[kind][name], one["start"][name]
             scale = want.norm() if kind == "gradient" else (want - start).norm()
             error = ((got - want).norm() / scale.clamp(min=1e-30)).item()
-            rows.append(
-                Line(
-                    f"{kind} {name}",
-                    f"{want.norm():.5g}",
-                    f"{got.norm():.5g}",
-                    error,
-                    allowed[kind],
-                )
-            )
+            told = (f"{kind} {name}", f"{want.norm():.5g}", f"{got.norm():.5g}")
+            rows.append(Line(*told, error, allowed[kind]))
     for name, want in one["start"].items():
         if not torch.equal(layout["start"][name], want):
             rows.append(Line(f"first weights {name}", "", "", float("inf"), 0.0))
@@ -307,6 +304,7 @@ def plans(config: Config, nproc: int) -> tuple[Config, Plan, Plan]:
         )
     batch = {"global_batch_size": nproc, "micro_batch_size": 1}  # rows are our own
     config = config.model_copy(update={"train": config.train.model_copy(update=batch)})
+    refuse_sharded(config, nproc)
     small = shrunk(config)
     plan, alone = (
         dataclasses.replace(make_plan(c, world, cuda=cuda), dtype="float32", compile=False)
@@ -359,7 +357,7 @@ def main(arguments: list[str]) -> int:
             "layout"
         )
     if plan.exchange.payload == "float8":
-        print("payload=float8 rounds dispatched rows: differences of some percent are its price")
+        print("payload=float8 rounds dispatched rows, and has wide tolerances of its own")
     try:
         parts = run_processes(
             given.nproc, as_layout, small, plan, given.micro_batches,
@@ -370,7 +368,7 @@ def main(arguments: list[str]) -> int:
         print(f"the layout failed: {error}", file=sys.stderr)
         return 1
     one = one_process(small, alone, given.nproc, given.micro_batches)
-    rows = compare(one, whole, plan.device)
+    rows = compare(one, whole, "float8" if plan.exchange.payload == "float8" else plan.device)
     print(f"\n{table(rows, given.all)}\n")
     bad = [row for row in rows if not row.good]
     if bad:

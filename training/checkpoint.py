@@ -484,7 +484,8 @@ def resolve(path: str | Path) -> Path:
                 raise CheckpointError(f"{root} holds no complete checkpoint: {'; '.join(skipped)}")
             return folder
     if not path.exists():
-        others = [folder.name for folder in candidates(path.parent)] if path.parent.is_dir() else []
+        runs = [p for p in sorted(path.parent.glob("*")) if (p / "checkpoints").is_dir()]
+        others = [folder.name for folder in [*candidates(path.parent), *runs][:10]]
         hint = f"; there are {', '.join(others)}" if others else ""
         raise CheckpointError(f"checkpoint {path} does not exist{hint}")
     folder = path.resolve()

@@ -169,9 +169,7 @@ class OptimConfig(Strict):
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate of AdamW."""
-    betas: Annotated[
-        list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)
-    ] = Field(default_factory=lambda: [0.9, 0.95])
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.9, 0.95])
     """Decay of AdamW's first and second moments."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
@@ -200,6 +198,13 @@ class OptimConfig(Strict):
     """What to do with a step whose loss or gradient is NaN or infinite."""
     spike_factor: Annotated[float, Field(gt=1)] | None = None
     """Skip a step whose gradient norm exceeds this multiple of its running mean; empty: never."""
+
+    @field_validator("betas")
+    @classmethod
+    def _two(cls, betas: list[float]) -> list[float]:
+        if len(betas) != 2:
+            raise ValueError(f"optim.betas={betas} must be a list of exactly 2 numbers")
+        return betas
 
 
 class TrainConfig(Strict):
@@ -300,7 +305,7 @@ class EvalConfig(Strict):
     """Validation and samples during training."""
 
     every_steps: Positive | None = 250
-    """Steps between validations; empty: never."""
+    """Steps between validations; empty: never, and then `sample_prompt` must be empty too."""
     batches: Positive | None = 16
     """Micro-batches of `train.micro_batch_size` rows that one validation reads of each source, over
     all processes together; empty: all."""

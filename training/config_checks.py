@@ -175,7 +175,7 @@ def refuse_useless(config: Config) -> None:
             value = _value(config, place)
             if value != _default(config, place):
                 raise ValueError(
-                    f"{place}={shown(value)} has no effect {reason}; leave it out, or give "
+                    f"{place}={shown(value)} has no effect {reason}; give "
                     f"{place}={shown(_default(config, place))}"
                 )
 
@@ -195,7 +195,8 @@ def check_combinations(config: Config) -> None:
         )
     if train.steps is not None and optim.warmup_steps >= train.steps:
         raise ValueError(
-            f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}"
+            f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}; "
+            f"give for example optim.warmup_steps={train.steps // 10}"
         )
     check_surgery(config)
     check_exactness(config)

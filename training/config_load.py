@@ -152,6 +152,11 @@ def read_words(
             hint = f"; did you mean {meant}={given}?" if meant else ""
             raise ConfigError(f"{word} is no option; settings are section.key=value{hint}")
     paths = [word for word in words if "=" not in word]
+    if any(word[-1:] in ("]", "}") for word in paths):
+        raise ConfigError(
+            f"{paths[-1]} is no config file; put quotes around a value with spaces, for example "
+            "'data.sources=[{path: text.jsonl}]'"
+        )
     if len(paths) > 1:
         raise ConfigError(f"one config file, please, not {len(paths)}: {' '.join(paths)}")
     return (paths[0] if paths else None), [word for word in words if "=" in word]
@@ -309,8 +314,9 @@ def _allowed(error: dict[str, Any]) -> str:
         ("lt", "a number <"),
         ("le", "a number <="),
     ):
-        if name in context:
-            return f"{said} {context[name]:g}"
+        if name in context:  # a limit is an integer where the field is
+            whole = kind_of.endswith("equal") and isinstance(context[name], int)
+            return f"{said.replace('number', 'whole number') if whole else said} {context[name]:g}"
     return error["msg"]
 
 

@@ -69,15 +69,16 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     continue
 
 
-def read_metrics(folder: Path, name: str = METRICS) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl (or load.jsonl) by step; of several of a step, the latest attempt's.
+def read_metrics(folder: str | Path, name: str = METRICS) -> list[dict[str, Any]]:
+    """Lines of a run folder's metrics.jsonl (or load.jsonl) by step; of several of a step, the
+    latest attempt's.
 
     A later attempt's lines replace every line of earlier attempts from its first step on: what a
     dead attempt wrote past the checkpoint that was resumed is not part of the curve.
     """
     kept: list[dict[str, Any]] = []
     attempt = None
-    for line in read_lines(folder / name):
+    for line in read_lines(Path(folder) / name):
         if line.get("attempt") != attempt:
             attempt = line.get("attempt")
             kept = [other for other in kept if other["step"] < line["step"]]

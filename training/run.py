@@ -113,7 +113,8 @@ def total_steps(config: Config, rows_per_epoch: int | None) -> int:
     if config.optim.warmup_steps >= steps:
         raise ConfigError(
             f"optim.warmup_steps={config.optim.warmup_steps} must be below the {steps} steps that "
-            f"train.epochs={train.epochs} makes here"
+            f"train.epochs={train.epochs} makes here; give for example "
+            f"optim.warmup_steps={steps // 10}"
         )
     return steps
 

@@ -250,7 +250,9 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
     assert "lower data.seq_len" in capsys.readouterr().out
     wide = "model.moe_intermediate_size=40_000"
     assert estimate.main([path, wide, "--gpu-memory", "2"]) == 1
-    assert "weights and optimizer alone take" in capsys.readouterr().out
+    assert "weights and optimizer take" in capsys.readouterr().out
+    assert estimate.main([path, "--gpu-memory", "0.5"]) == 1
+    assert "(a fixed guess) 0.59 GiB: no setting changes the guess" in capsys.readouterr().out
     assert estimate.main([path]) == 0
     assert "give --gpu-memory" in capsys.readouterr().out
     assert estimate.main([path, "run.device=cpu"]) == 0

@@ -26,6 +26,7 @@ def test_a_small_run(script, capsys):
     twice(torch.randn(5, null.D))[0].sum().backward()
     assert twice.other.grad.any()
     assert torch.equal(twice.other.grad, twice.layer.router.weight.grad)
+    assert null.spread([0.5]) == "+0.5000"  # one seed has no standard error
     assert null.main(["--seeds", "2", "--steps", "2"]) == 0
     table = capsys.readouterr().out.splitlines()[-4:]
     assert [line.split(" | ")[0].strip("| ") for line in table] == list(null.ARMS)

@@ -127,7 +127,8 @@ def test_a_finished_store_takes_no_other_input(tmp_path: Path, capsys) -> None:
     assert "made otherwise (reader differ)" in capsys.readouterr().err
     other_tokenizer = write_tokenizer(tmp_path / "tok2", numbers=30)
     assert run(path, "--out", tmp_path / "store", "--tokenizer", other_tokenizer) == 2
-    assert "another tokenizer" in capsys.readouterr().err
+    assert "another tokenizer" in (told := capsys.readouterr().err)
+    assert told.endswith("choose another --out\n")
     assert run(tmp_path / "store", "--out", tmp_path / "t", "--tokenizer", tokenizer) == 2
     assert "is a token store already" in capsys.readouterr().err
 

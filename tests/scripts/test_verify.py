@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from models.config import ModelConfig
+from parallel.all_to_all import Float8
 from parallel.flat_shard import FlatShard
 from scripts import verify
 from tests.models.tiny import CASES, tiny_config
+from training.config import ConfigError, load_config
 
 
 def test_a_layout_is_equal_to_one_process(capsys):
@@ -138,6 +140,30 @@ def test_every_difference_is_seen():
     ranks = _layout()
     ranks[1]["start"]["a"].local[0] += 1e-6
     assert _differing(ranks) == ["first weights a"]
+
+
+def test_float8_has_tolerances_that_a_broken_one_exceeds(capsys, monkeypatch):
+    arguments = ["configs/quickstart.yaml", "--nproc", "2", "parallel.nodes=2", "run.device=cpu",
+                 "parallel.payload=float8", "--timeout", "200"]  # fmt: skip
+    assert verify.main(arguments) == 0, capsys.readouterr().out
+    assert re.search("gradient (experts|others)", capsys.readouterr().out)
+    monkeypatch.setattr(verify, "as_layout", _as_layout_with_large_rows)
+    assert verify.main(arguments) == 1
+    assert re.search("gradient experts .*<- differs", capsys.readouterr().out)
+
+
+def _as_layout_with_large_rows(*arguments):
+    decode = Float8.decode
+    Float8.decode = lambda self, wire: 1.25 * decode(self, wire)
+    return verify.as_layout(*arguments)
+
+
+def test_what_one_process_alone_can_do_is_told(capsys):
+    assert verify.main(["configs/mixed_widths.yaml", "--nproc", "2", "parallel.nodes=2"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "works in one process only" in told
+    with pytest.raises(ConfigError, match="at small widths: moe_intermediate_size=32 must"):
+        verify.shrink(load_config("configs/mixed_widths.yaml").model.config)
 
 
 def test_a_lost_shard_is_told():

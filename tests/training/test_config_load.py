@@ -161,6 +161,7 @@ def test_words_of_a_command_line():
     assert read_words(["--a.b=1", "x.yaml", "c.d=2"], names) == ("x.yaml", ["--a.b=1", "c.d=2"])
     for words, message in (
         ("a.yaml b", "one config file, please, not 2: a.yaml b"),
+        ("a.yaml data.sources=[{path: b.txt}]", "b.txt}] is no config file; put quotes around"),
         ("--steps 4", "--steps is no option; settings are section.key=value; did you mean train."),
         ("a.yaml --train.step 4", "did you mean train.steps=4?"),
         ("--micro-batch run.name=x", "did you mean train.micro_batch_size=…?"),

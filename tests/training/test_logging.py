@@ -69,6 +69,7 @@ def test_of_two_attempts_the_later_one_counts_from_its_first_step_on(tmp_path):
     curve = [(line["step"], line["loss"]) for line in read_metrics(tmp_path)]
     assert curve == [(s, 1.0) for s in range(10)] + [(10, 2.0), (11, 3.0)]
     assert len(list(read_lines(tmp_path / "metrics.jsonl"))) == 17
+    assert read_metrics(str(tmp_path)) == read_metrics(tmp_path)
     assert read_metrics(tmp_path / "nothing") == []
 
 

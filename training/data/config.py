@@ -27,8 +27,9 @@ class SourceConfig(Strict):
     """One named body of text."""
 
     path: str | list[str] | None = None
-    """File, glob, folder or a list of them; a token store made by scripts/prepare_data.py; or
-    `bundled:moby-dick`. Relative to the working directory."""
+    """File, glob, folder or a list of them; a token store made by scripts/prepare_data.py; a folder
+    that `datasets` saved (save_to_disk); or `bundled:moby-dick`. Relative to the working
+    directory."""
     hub: str | None = None
     """Data set for the `datasets` library, or one of its builders (`json` …) with `files`."""
     name: str | None = None

@@ -42,6 +42,13 @@ class Item(NamedTuple):
     place: str = ""
     """file:line (or file, row) and detail, for the message"""
 
+    def check(self, on_bad_line: str) -> None:
+        """Raise DataError if something was wrong, unless that shall be skipped."""
+        if self.problem is not None and on_bad_line == "stop":
+            raise DataError(
+                f"{self.problem} at {self.place} (data.on_bad_line=skip leaves such lines out)"
+            )
+
 
 # --- which files --------------------------------------------------------------------------------
 
@@ -70,9 +77,10 @@ def find_files(source: SourceConfig, key: str) -> list[Path]:
             inside = sorted(p for p in path.rglob("*") if p.is_file() and not hidden(p, path))
             matches = [p for p in inside if format_of(p, source.format)]
             if not matches:
+                saved = [str(p.parent) for p in inside if p.name == "state.json"]
                 raise DataError(
                     f"{key}={given!r}: none of the {len(inside)} files in this folder is "
-                    f"{_allowed(source)}"
+                    f"{_allowed(source)}{'; saved data sets: ' * bool(saved)}{', '.join(saved)}"
                 )
         elif path.is_file():
             matches = [path]

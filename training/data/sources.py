@@ -70,8 +70,14 @@ def name_sources(sources: Sequence[SourceConfig], key: str) -> list[str]:
 
 
 def resolve(source: SourceConfig, key: str) -> SourceConfig:
-    """The source with `bundled:` replaced by the file it means."""
+    """The source with `bundled:` replaced by the file it means, and the folder of a data set that
+    `datasets` saved (save_to_disk) by its files."""
     path = source.path
+    if isinstance(path, str) and source.format == "auto":
+        folder = Path(path).expanduser()
+        if (folder / "state.json").is_file() and (files := sorted(folder.glob("*.arrow"))):
+            saved = {"path": None, "hub": "arrow", "files": [str(file) for file in files]}
+            return source.model_copy(update={**saved, "name": source_name(source)})
     if not isinstance(path, str) or not path.startswith(BUNDLED):
         return source
     folder = BUNDLED_FOLDER / path.removeprefix(BUNDLED)
@@ -117,19 +123,20 @@ def sample_texts(config: DataConfig) -> Iterator[str]:
         reader = make_reader(source, key)
         budget = TRAIN_BYTES // len(config.sources)
         if isinstance(reader, HubReader) or reader.total_bytes <= budget:
-            yield from _head(reader, budget)
+            yield from _head(reader, budget, config.on_bad_line)
             continue
         for file in reader.files:
             part = budget * file.stat().st_size // reader.total_bytes
-            yield from _head(FileReader([file], source), part)
+            yield from _head(FileReader([file], source), part, config.on_bad_line)
 
 
-def _head(reader: FileReader | HubReader, budget: int) -> Iterator[str]:
+def _head(reader: FileReader | HubReader, budget: int, on_bad_line: str) -> Iterator[str]:
     seen = 0
     for item in reader.items():
         if seen >= budget:
             return
-        if item.text is not None:  # what is wrong with other lines is told when they are tokenised
+        item.check(on_bad_line)
+        if item.text is not None:  # other lines are counted when all is tokenised
             seen += item.size
             yield item.text
 
@@ -160,7 +167,7 @@ def open_source(
             raise DataError(
                 f"{key}.path={str(folder)!r}: this store was made by another tokenizer (hash "
                 f"{store.tokenizer_hash[:12]}…, its own is in {folder / 'tokenizer'}) than the "
-                f"run's (hash {tokenizer.hash[:12]}…)"
+                f"run's (hash {tokenizer.hash[:12]}…); data.tokenizer=null takes the store's"
             )
         if not store.complete:
             raise DataError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ from training.data.config import BUNDLED, DataConfig, DataError
 from training.data.encode import encode_texts
 from training.data.hub import quiet_hub
 from training.data.lock import run_once, temporary_name
+
+logger = logging.getLogger(__name__)
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent / "bundled"
 EOS, BOS, PAD = "<|endoftext|>", "<|startoftext|>", "<|pad|>"
@@ -274,11 +277,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     backend.train_from_iterator(limited(), trainer)
     if total == 0:
         raise DataError("there is no text to train a tokenizer on (0 characters)")
+    if (size := backend.get_vocab_size()) < vocab_size:
+        logger.warning(
+            f"the tokenizer has {size:,} of {vocab_size:,} tokens: the text has no more merges"
+        )
     return _make(backend, {}, "trained here", EOS, BOS)
 
 
 def load_tokenizer(
-    config: DataConfig, folder: str | Path | None = None, *, timeout_s: float = 1800.0
+    config: DataConfig,
+    folder: str | Path | None = None,
+    *,
+    place: str = "run.name",
+    timeout_s: float = 1800.0,
 ) -> TextTokenizer:
     """The tokenizer of a run, kept in `folder` (the run's) for resuming, export and generation.
 
@@ -288,6 +299,7 @@ def load_tokenizer(
         config: data section; `tokenizer`, or None to take that of the token stores among the
             sources or else to train one on the sources' text.
         folder: where to keep it; what lies there already is used and must agree with `config`.
+        place: the setting that chooses the folder, for the message.
 
     Raises:
         DataError: no such tokenizer, or the folder holds another one.
@@ -316,8 +328,8 @@ def load_tokenizer(
         wanted = read_tokenizer(given, eos_token=config.eos_token, bos_token=config.bos_token)
         if wanted.hash != tokenizer.hash:
             raise DataError(
-                f"data.tokenizer={given!r} is another tokenizer than this run's, in {folder}; "
-                "choose another run.name"
+                f"data.tokenizer={given!r} is another tokenizer than the one kept in {folder}; "
+                f"choose another {place}"
             )
     return tokenizer
 

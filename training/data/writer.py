@@ -204,10 +204,7 @@ def _read_blocks(
 ) -> Iterator[_Pending]:
     pending = _Pending()
     for item in reader.items(start):
-        if item.problem is not None and on_bad_line == "stop":
-            raise DataError(
-                f"{item.problem} at {item.place} (data.on_bad_line=skip leaves such lines out)"
-            )
+        item.check(on_bad_line)
         pending.add(item)
         if pending.text_bytes >= block_bytes or pending.items >= _MAX_ITEMS:
             pending.next = reader.snapshot(item.next)

@@ -12,6 +12,7 @@ import pytest
 
 from training.data import DataError, SourceConfig
 from training.data.readers import FileReader, HubReader, find_files
+from training.data.sources import make_reader, resolve
 
 BAD = [
     (b'{"text": "cut off', "malformed JSON"),
@@ -192,6 +193,20 @@ def test_datasets_stream_goes_on_from_every_place(tmp_path: Path) -> None:
     assert found == [line["text"] for line in lines]
     for index in (0, 11, 23, 24):
         assert texts(hub(path), places[index]) == found[index + 1 :]
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    lines = [{"text": f"row {i}"} for i in range(25)]
+    datasets.Dataset.from_list(lines).save_to_disk(tmp_path / "plain", num_shards=2)
+    given = SourceConfig(path=str(tmp_path / "plain"))
+    assert texts(make_reader(given, "data.sources[0]")) == [line["text"] for line in lines]
+    assert resolve(given, "data.sources[0]").name == "plain"
+    both = datasets.Dataset.from_list(lines).train_test_split(5)
+    both.save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match=r"saved data sets: .*splits/test, .*splits/train"):
+        make_reader(SourceConfig(path=str(tmp_path / "splits")), "data.sources[0]")
 
 
 def test_hub_mistakes_are_one_line(tmp_path: Path) -> None:

@@ -277,7 +277,11 @@ def test_a_store_of_another_tokenizer_or_an_unfinished_one_is_refused(tmp_path: 
 
     tokenizer = number_tokenizer(tmp_path / "tokenizer")
     for name, options, message in [
-        ("a", {"tokenizer": "f" * 64}, r"another tokenizer .*ffffffffffff.* than the run's"),
+        (
+            "a",
+            {"tokenizer": "f" * 64},
+            r"another tokenizer .*ffffffffffff.* than the run's.*data.tokenizer=null",
+        ),
         ("b", {"tokenizer": tokenizer.hash, "complete": False}, r"not complete \(1 blocks\)"),
     ]:
         make_store(tmp_path / name, [[[5, 6, 7]] * 9], **options)

@@ -190,8 +190,28 @@ def test_a_run_keeps_to_its_tokenizer(tmp_path: Path) -> None:
     first = load_tokenizer(config, tmp_path / "run/tokenizer")
     assert load_tokenizer(config, tmp_path / "run/tokenizer").hash == first.hash
     other = DataConfig(tokenizer=str(write_tokenizer(tmp_path / "b", numbers=20)))
-    with pytest.raises(DataError, match="another tokenizer than this run's"):
+    with pytest.raises(DataError, match=r"another tokenizer than .*; choose another run\.name"):
         load_tokenizer(other, tmp_path / "run/tokenizer")
+
+
+def test_bad_lines_stop_the_training_of_a_tokenizer(tmp_path: Path) -> None:
+    """A wrong text field is told as when a tokenizer is there, and not as an empty text."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["the whale and the sea"] * 3)
+    path.write_text(path.read_text() + '{"content": "x"}\n')
+    source = {"sources": [SourceConfig(path=str(path))], "tokenizer_vocab_size": 260}
+    with pytest.raises(DataError, match=r"no text field at .*a.jsonl:4: no field 'text'; it has c"):
+        load_tokenizer(DataConfig(**source), tmp_path / "tokenizer")
+    assert not (tmp_path / "tokenizer").exists()
+    skipping = DataConfig(**source, on_bad_line="skip")
+    assert load_tokenizer(skipping, tmp_path / "tokenizer").vocab_size == 260
+
+
+def test_fewer_merges_than_asked_for_are_told(caplog) -> None:
+    assert train_tokenizer(["a whale"], 5000).vocab_size < 300
+    assert "of 5,000 tokens: the text has no more merges" in caplog.text
+    caplog.clear()
+    train_tokenizer(bundled_text()[:1], 300)
+    assert caplog.text == ""
 
 
 def test_no_text_to_train_on(tmp_path: Path) -> None:
