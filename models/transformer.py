@@ -23,12 +23,7 @@ from torch import Tensor, nn
 from models.attention import Attention, KVCache
 from models.config import ModelConfig
 from models.documents import Documents
-from models.execution import (
-    Checkpointing,
-    mark_dynamic,
-    run_checkpointed,
-    selective_attention,
-)
+from models.execution import Checkpointing, mark_dynamic, run_checkpointed, selective_attention
 from models.loss import linear_cross_entropy, loss_backend
 from models.norm import RMSNorm
 from models.rope import Rope, Rotation

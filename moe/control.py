@@ -351,11 +351,7 @@ def _assign(buffers: Sequence[Tensor], new_LE: Tensor, done_L: Tensor) -> None:
 
 
 def _update_bias(
-    routers: Sequence[Router],
-    stats: RouterStats,
-    control: RouterControl,
-    step: int,
-    done_L: Tensor,
+    routers: Sequence[Router], stats: RouterStats, control: RouterControl, step: int, done_L: Tensor
 ) -> None:
     biases = [router.selection_bias for router in routers]
     bias_LE = torch.stack(biases)

@@ -26,12 +26,7 @@ from moe.kernels.ragged import Widths
 from moe.kernels.topk_gating import Gating, MadeOf
 from moe.metrics import RouterStats
 from moe.mixed_experts import check_widths, mixed_experts
-from moe.rounding import (
-    RoundingConfig,
-    dropped_pair_gradient,
-    dropped_pairs,
-    round_tokens,
-)
+from moe.rounding import RoundingConfig, dropped_pair_gradient, dropped_pairs, round_tokens
 from moe.router import Router, probabilities, selection_keys
 from moe.router_checks import check_router
 from moe.router_gradient import (

@@ -163,10 +163,7 @@ def _check(x, w1_PD, w2_UD, routing, widths, activation, save, backend) -> None:
             f"widths has {len(widths.sizes)} experts, the routing {routing.num_experts}"
         )
     D, U = x.shape[-1], widths.total
-    for name, weight, rows in (
-        ("w1", w1_PD, U * activation_width(activation)),
-        ("w2", w2_UD, U),
-    ):
+    for name, weight, rows in (("w1", w1_PD, U * activation_width(activation)), ("w2", w2_UD, U)):
         if tuple(weight.shape) != (rows, D):
             raise ValueError(
                 f"{name} has shape {tuple(weight.shape)}; with {U} units, activation="

@@ -404,10 +404,7 @@ class ExpertRange:
 
 
 def split_experts(
-    model: nn.Module,
-    mesh: Mesh,
-    options: ExpertParallelOptions | None = None,
-    flat: bool = True,
+    model: nn.Module, mesh: Mesh, options: ExpertParallelOptions | None = None, flat: bool = True
 ) -> dict[str, ExpertRange]:
     """Replace every MoE layer of a model by its distributed form, in place.
 

@@ -124,10 +124,7 @@ def compare(
 
 
 def markdown(
-    sweep: SweepFile,
-    table: dict[str, dict[str, Cell]],
-    command: str,
-    steps: dict[str, int | None],
+    sweep: SweepFile, table: dict[str, dict[str, Cell]], command: str, steps: dict[str, int | None]
 ) -> str:
     """The table, with what was compared and how to make it again."""
     metrics = [name for name in sweep.metrics if any(name in row for row in table.values())]

@@ -177,10 +177,7 @@ def bench_layer(
         # Without a wait for sizes the host can be ahead of the device, as in a long step; then the
         # times are the device's own, whatever the host's speed.
         ahead = device_type == "cuda" and options.schedule == "whole"
-        kinds = {
-            "": Measured(inner, False, row_s),
-            "free ": Measured(inner, True, row_s),
-        }
+        kinds = {"": Measured(inner, False, row_s), "free ": Measured(inner, True, row_s)}
         layers = {
             kind: expert_parallel(layer, mesh, options, transport)
             for kind, transport in kinds.items()
