@@ -90,7 +90,7 @@ def busy_clock(run: Callable[[], object], ms: float) -> int | None:
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    got, want = got.double(), want.double()
+    got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
