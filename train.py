@@ -39,7 +39,7 @@ from training.exactness import acting
 from training.faults import RunFailed, StopRequest
 from training.first_bias import calibrate
 from training.job import Job
-from training.logging import RunLog
+from training.logging import DISK_FULL, RunLog
 from training.loop import Pace, StepResult, agree_on_step, train_step
 from training.probe import make_probe
 from training.run import open_run, release, total_steps, withdraw
@@ -71,7 +71,8 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     check_routers(config, steps)
 
     if world.main:  # only now: a refused start leaves the files of earlier ones alone
-        write_resolved(config, run.folder / "config.yaml")
+        write_resolved(config, run.folder / "config.yaml.new")
+        (run.folder / "config.yaml.new").replace(run.folder / "config.yaml")
     folder = run.folder if world.main else None
     log = RunLog(folder, run.attempt, status.wandb_settings(config, run))
 
@@ -264,6 +265,12 @@ def main(arguments: Sequence[str]) -> int:
     except CheckpointError as error:
         withdraw()
         return faults.tell(world.rank, error, faults.FAILED)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        withdraw()
+        full = RunFailed(f"no space to write the run or its data: {error}; free some")
+        return faults.tell(world.rank, full, faults.FAILED)
 
     try:
         with StopRequest() as stop:

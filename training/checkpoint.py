@@ -22,7 +22,6 @@ processes can read or write any range of them.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -45,12 +44,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel import World, from_main, gather
 from parallel.flat_shard import ShardLoadPlanner, ShardSavePlanner, local_of, with_local
+from training.logging import DISK_FULL
 
 # One process needs no process group, and says so on purpose (no_dist=True).
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_ALWAYS = ("state.json", ".metadata")  # files without which there is nothing to read
 _MANY_BYTES = 256 << 20  # above this, tensors are written by several threads
 
 
@@ -153,7 +154,7 @@ def _describe(error: BaseException, folder: Path) -> str:
     text = str(error)
     if isinstance(seen, OSError):
         error, text = seen, seen.strerror or str(seen)
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    full = isinstance(error, OSError) and error.errno in DISK_FULL
     if full or "No space left" in text or "file write failed" in text or "enforce fail" in text:
         return (
             f"no space to write checkpoint {folder.name} in {folder.parent}{where}: "
@@ -177,6 +178,9 @@ class Saver:
     background, the tensors are first copied to host memory (in stream order, so the next update
     cannot reach them); a second save waits for the first. Ended saves, also failed ones, are handed
     out by `poll`; `last_error` is what `poll` saw of the save of `last_step`.
+
+    `last_step` at first: the step that the run goes on from. Newer folders that are there already
+    were passed over as damaged: they stay, and take no place of `keep_last`.
     """
 
     def __init__(
@@ -197,6 +201,9 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._ended: queue.SimpleQueue[Saved] = queue.SimpleQueue()
         self._buffer: Tensor | None = None
+        start = -1 if last_step is None else last_step
+        there = candidates(root) if world.main else []
+        self._passed_over = {folder.name for folder in there if _step(folder) > start}
 
     def save(self, snapshot: Snapshot) -> None:
         """Write one checkpoint; how it ended comes out of `poll`."""
@@ -365,14 +372,17 @@ class Saver:
         _sync_folder(self.root)
         point_latest(self.root, final)
         shutil.rmtree(replaced, ignore_errors=True)
-        self._retire()
+        self._passed_over.discard(final.name)
+        self._retire(step)
 
-    def _retire(self) -> None:
-        """Remove complete checkpoints beyond `keep_last`; damaged or foreign ones stay."""
+    def _retire(self, step: int) -> None:
+        """Remove complete checkpoints older than the one of `step` beyond `keep_last`, which counts
+        that one; damaged or foreign ones stay."""
         if self.keep_last is None:
             return
-        complete = [folder for folder in candidates(self.root) if defect(folder) is None]
-        for folder in complete[self.keep_last :]:
+        older = [path for path in candidates(self.root) if _step(path) < step]
+        whole = [p for p in older if p.name not in self._passed_over and defect(p) is None]
+        for folder in whole[self.keep_last - 1 :]:
             # Out of sight first: a removal that is interrupted leaves no folder that looks damaged.
             retired = folder.with_name(folder.name + ".retired")
             folder.rename(retired)
@@ -403,16 +413,16 @@ def point_latest(root: Path, folder: Path) -> None:
 
 def candidates(root: Path) -> list[Path]:
     """Folders named step_…, newest first, whole or not; unfinished `.tmp` ones come with them."""
-
-    def step(path: Path) -> int:
-        return int(path.name.removeprefix("step_").removesuffix(".tmp"))
-
     found = [
         path
         for path in root.glob("step_*")
         if path.is_dir() and path.name.removeprefix("step_").removesuffix(".tmp").isdigit()
     ]
-    return sorted(found, key=lambda path: (step(path), path.suffix != ".tmp"), reverse=True)
+    return sorted(found, key=lambda path: (_step(path), path.suffix != ".tmp"), reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_").removesuffix(".tmp"))
 
 
 def defect(folder: Path) -> str | None:
@@ -430,6 +440,9 @@ def defect(folder: Path) -> str | None:
         return f"it has no {MANIFEST}, so it was never finished"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read ({error})"
+    for name in _ALWAYS:
+        if name not in files:
+            return f"its {MANIFEST} does not list {name}"
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():

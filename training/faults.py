@@ -161,8 +161,11 @@ def tell(rank: int, error: BaseException, code: int) -> int:
 
 def leave(code: int) -> NoReturn:
     """End the program. Processes that failed do not wait for what may never answer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # a full disk, where the output goes to a file: the code still counts
+        os._exit(code)
     stuck = any(thread.name == "wandb" for thread in threading.enumerate())
     if stuck or dist.is_initialized():
         os._exit(code)

@@ -15,6 +15,7 @@ a bounded queue: whatever it does, it cannot delay or end the run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -32,6 +33,8 @@ from rich.text import Text
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 LOAD = "load.jsonl"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""`OSError.errno` where there is no space to write."""
 
 
 def holds_run(folder: Path) -> bool:
@@ -57,16 +60,17 @@ def early_until(warmup_steps: int) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that a crash cut off is left out."""
+    """The objects of a JSONL file; what is none, or was cut off by a crash, is left out."""
     if not path.exists():
         return
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.endswith("\n") and line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:
-                    continue
+            try:
+                value = json.loads(line) if line.endswith("\n") else None
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict):
+                yield value
 
 
 def read_metrics(folder: str | Path, name: str = METRICS) -> list[dict[str, Any]]:
@@ -79,6 +83,8 @@ def read_metrics(folder: str | Path, name: str = METRICS) -> list[dict[str, Any]
     kept: list[dict[str, Any]] = []
     attempt = None
     for line in read_lines(Path(folder) / name):
+        if not isinstance(line.get("step"), int):
+            continue
         if line.get("attempt") != attempt:
             attempt = line.get("attempt")
             kept = [other for other in kept if other["step"] < line["step"]]
@@ -102,18 +108,47 @@ def bounded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Appender:
-    """Appends JSON objects to a file, each line in one write."""
+    """Appends JSON objects to a file, each line in one write.
 
-    def __init__(self, path: Path) -> None:
+    What a full disk does not take, be it half of a line, waits in memory for the next write.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         _end_last_line(path)
+        self._path, self._warn = path, warn
+        self._pending = b""
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
 
     def write(self, values: dict[str, Any]) -> None:
+        waited = bool(self._pending)
         text = json.dumps({key: _plain(value) for key, value in values.items()})
-        self._file.write(text.encode() + b"\n")
+        self._pending += text.encode() + b"\n"
+        self._flush()
+        if self._pending and not waited:
+            self._warn(f"no space to write {self._path}; its lines wait until there is some")
+
+    def _flush(self) -> None:
+        with room_or_not():
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
 
     def close(self) -> None:
-        self._file.close()
+        self._flush()
+        if self._pending:
+            lost = self._pending.count(b"\n")
+            self._warn(f"no space to write {self._path}: its last lines ({lost}) are lost")
+        with room_or_not():  # some file systems tell only now
+            self._file.close()
+
+
+@contextlib.contextmanager
+def room_or_not() -> Iterator[None]:
+    """A write inside may fail for want of space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
 
 
 def _end_last_line(path: Path) -> None:
@@ -219,9 +254,9 @@ class RunLog:
         self._console = console or Console(highlight=False)
         self._wandb: WandbThread | None = None
         if folder is not None:
-            self._metrics = _Appender(folder / METRICS)
-            self._events = _Appender(folder / EVENTS)
-            self._load = _Appender(folder / LOAD)
+            self._metrics = _Appender(folder / METRICS, self.warn)
+            self._events = _Appender(folder / EVENTS, self.warn)
+            self._load = _Appender(folder / LOAD, self.warn)
             if wandb is not None:
                 self._wandb = WandbThread(wandb, self.warn)
 
@@ -231,7 +266,8 @@ class RunLog:
             return
         if self._console.is_terminal:
             self._console.print(Text(text, style=style))
-        else:  # no wrapping: one event, one line, for grep
+            return
+        with room_or_not():  # no wrapping: one event, one line, for grep
             print(text, flush=True)
 
     def warn(self, text: str) -> None:
@@ -252,9 +288,10 @@ class RunLog:
         cells = [[str(key) for key in rows[0]]]
         cells += [[_cell(value) for value in row.values()] for row in rows]
         widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-        print(title)
+        self.say(title)
         for line in cells:
-            print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+            text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths))
+            self.say(f"  {text}".rstrip())
 
     def event(
         self, kind: str, text: str | None = None, style: str = "yellow", **fields: Any

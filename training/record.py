@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from training.config_load import read_yaml
 from training.logging import (
     EVENTS,
     LOAD,
@@ -120,7 +119,7 @@ def read_run(folder: str | Path) -> Record:
     """Read a run folder; of a checkpoint in it, the run that it belongs to.
 
     Raises:
-        ValueError: the folder does not exist, or is none of a run.
+        ValueError: the folder does not exist, or is none of a run; its config.yaml is no YAML.
     """
     folder = Path(folder)
     if (folder / "state.json").is_file():
@@ -136,12 +135,13 @@ def read_run(folder: str | Path) -> Record:
         raise ValueError(
             f"{folder} is no run folder: it holds neither config.yaml nor metrics.jsonl"
         )
+    config = read_yaml(file) if file.is_file() else {}
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     head = [line[2:] for line in text.splitlines() if line.startswith("# ")]
     lines = read_metrics(folder)
     return Record(
         folder=folder,
-        config=yaml.safe_load(text) or {},
+        config=config,
         head=head,
         lines=lines,
         events=list(read_lines(folder / EVENTS)),

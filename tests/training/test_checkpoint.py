@@ -57,7 +57,7 @@ def snapshot(step: int, value: float | None = None, **changes) -> Snapshot:
 
 
 def save(root: Path, step: int, *, keep_last: int | None = None, **changes) -> Saved:
-    saver = Saver(root, World(), keep_last=keep_last, background=False)
+    saver = Saver(root, World(), keep_last=keep_last, background=False, last_step=step - 1)
     saver.save(snapshot(step, **changes))
     (result,) = saver.poll()
     return result
@@ -154,6 +154,35 @@ def test_retention_keeps_the_newest_and_leaves_strangers_alone(tmp_path):
         "step_00000005",
         "step_of_my_own",
     ]
+
+
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
+
+
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [10, 12]), (3, [6, 8, 10, 12])])
+def test_retention_does_not_count_what_was_passed_over(tmp_path, keep_last, left):
+    """Damage that only a checksum shows, above and between the ones of a run that went on."""
+    for step in (2, 4, 6, 10):
+        save(tmp_path, step)
+    flip(tmp_path / "step_00000010" / "state.json")
+    assert newest(tmp_path)[0].name == "step_00000006"
+    saver = Saver(tmp_path, World(), keep_last=keep_last, background=False, last_step=6)
+    for step in (8, 12):
+        saver.save(snapshot(step))
+        (saved,) = saver.poll()
+        assert damage(saved.folder) is None, "what was just announced stays"
+    assert [int(path.name[5:]) for path in reversed(candidates(tmp_path))] == left
+
+
+def test_a_folder_written_anew_counts_again(tmp_path):
+    save(tmp_path, 4)
+    flip(tmp_path / "step_00000004" / "state.json")
+    saver = Saver(tmp_path, World(), keep_last=1, background=False)
+    for step in (4, 6):
+        saver.save(snapshot(step))
+    assert [path.name for path in candidates(tmp_path)] == ["step_00000006"]
 
 
 def test_leftovers_of_killed_saves_go_with_the_next_save(tmp_path):
@@ -370,6 +399,20 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         load_tensors(folder, {"weights/c.w": torch.zeros(5)})
     with pytest.raises(CheckpointError, match=r"weights/a\.w has 7 elements here and 6 there"):
         load_tensors(folder, {"weights/a.w": torch.zeros(7)})
+
+
+@pytest.mark.parametrize("name", ["state.json", ".metadata"])
+def test_a_manifest_without_what_every_checkpoint_has(tmp_path, name):
+    for step in (1, 2):
+        save(tmp_path, step)
+    path = tmp_path / "step_00000002" / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["files"][name]
+    path.write_text(json.dumps(manifest))
+    (path.parent / name).unlink()
+    folder, skipped = newest(tmp_path)
+    assert folder.name == "step_00000001"
+    assert skipped == [f"step_00000002 is passed over: its {MANIFEST} does not list {name}"]
 
 
 def test_a_newer_format_is_not_read(tmp_path):

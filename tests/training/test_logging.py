@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 import sys
 import threading
 import types
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from training.logging import (
+    DISK_FULL,
     RunLog,
     WandbThread,
     bounded,
@@ -58,6 +60,58 @@ def test_a_file_that_is_one_torn_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step"')
     RunLog(tmp_path).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_lines_that_are_no_objects_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    odd = b'5\nnull\n[1]\n"x"\n\xff\xfe\n\0\0\n\n{"step": \n' + b"[" * 100_000 + b"\n"
+    path.write_bytes(b'{"step": 1}\n' + odd + b'{"attempt": 1}\n{"step": 2, "attempt": 1}\n')
+    assert len(list(read_lines(path))) == 3
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("room", [0, 30])
+def test_lines_wait_while_the_disk_is_full(tmp_path, capsys, room):
+    """No space, or space for half of a line: nothing is lost, torn or glued together."""
+    path = tmp_path / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = RunLog(tmp_path)
+    log.metrics({"step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+    try:
+        for step in (2, 3):
+            log.metrics({"step": step})
+        assert [line["step"] for line in read_lines(path)] == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (
+        capsys.readouterr().out == f"no space to write {path}; its lines wait until there is some\n"
+    )
+    log.metrics({"step": 4})
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 2, 3, 4]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+    try:
+        log.metrics({"step": 5})
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "its last lines (1) are lost" in capsys.readouterr().out
+    RunLog(tmp_path).close()
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", DISK_FULL)
+def test_the_screen_may_be_a_file_on_a_full_disk(monkeypatch, tmp_path, number):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(number, "No space left on device")
+
+    log = RunLog(tmp_path, console=Console(file=io.StringIO()))
+    monkeypatch.setattr(sys, "stdout", Full())
+    log.event("start", "hello")
+    log.table("parameters", [{"a": 1}])
+    log.close()
+    assert len(list(read_lines(tmp_path / "events.jsonl"))) == 1
 
 
 def test_of_two_attempts_the_later_one_counts_from_its_first_step_on(tmp_path):

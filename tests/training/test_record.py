@@ -227,6 +227,14 @@ def test_folders_that_are_none(tmp_path):
     assert "no logged step yet" in finding.seen
 
 
+@pytest.mark.parametrize("text", ["x: [", "- 1", b"\xff\xfe"])
+def test_a_config_that_is_none_is_named(tmp_path, text):
+    file = make_run(tmp_path / "run") / "config.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=r"run/config\.yaml"):
+        read_run(tmp_path / "run")
+
+
 def test_a_checkpoint_stands_for_its_run(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "run")
     saved = folder / "checkpoints" / "step_00001000"

@@ -1,6 +1,7 @@
-"""First starts: what a refused one leaves behind (nothing), and what the next one takes."""
+"""Starts: what a refused one leaves behind (nothing), and what the next one takes."""
 
 import re
+import resource
 import shlex
 from pathlib import Path
 
@@ -50,6 +51,23 @@ def test_a_tokenizer_of_a_run_without_checkpoint_is_made_anew(run, tmp_path):
     assert kept.vocab_size == 284
     assert run(*words[:2], "data.tokenizer_vocab_size=280", "train.steps=6") == 0
     assert read_tokenizer(folder / "tokenizer").hash == kept.hash, "a checkpoint was made with it"
+
+
+def test_a_start_on_a_full_disk_is_one_line_and_leaves_the_run(run, tmp_path, capsys):
+    assert run("run.name=full") == 0
+    file = tmp_path / "runs" / "full" / "config.yaml"
+    config = file.read_text()
+    capsys.readouterr()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        assert run("run.name=full") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capsys.readouterr().err
+    assert "no space to write the run" in error and error.count("\n") == 1
+    assert file.read_text() == config
+    assert run("run.name=full", "train.steps=5") == 0, "it goes on when there is some"
 
 
 def test_the_quickstart_ends_with_a_command_that_trains_on_ones_own_text(
