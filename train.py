@@ -25,14 +25,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from moe.control import begin_step
-from parallel import World, launched_hosts, launched_size, shutdown, start
+from parallel import World, launched_hosts, launched_rank, launched_size, shutdown, start
 from training import faults, status
 from training.assemble import make_trainee, model_config, restore_random_states, snapshot
 from training.checkpoint import CheckpointError, Saver
 from training.config import Config, Plan, field_names, load_config, make_plan, write_resolved
 from training.config_load import read_words
 from training.config_routers import check_routers
-from training.data import build_data, load_tokenizer
+from training.data import DataError, build_data, load_tokenizer
 from training.device import seed_all, setup_determinism
 from training.evaluate import as_trained, on_schedule, sample_text, validate
 from training.exactness import acting
@@ -71,8 +71,7 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     check_routers(config, steps)
 
     if world.main:  # only now: a refused start leaves the files of earlier ones alone
-        write_resolved(config, run.folder / "config.yaml.new")
-        (run.folder / "config.yaml.new").replace(run.folder / "config.yaml")
+        write_resolved(config, run.folder / "config.yaml")
     folder = run.folder if world.main else None
     log = RunLog(folder, run.attempt, status.wandb_settings(config, run))
 
@@ -252,8 +251,9 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return faults.DONE
-    world = World(rank=int(os.environ.get("RANK", "0")))  # until it is known
+    world = World()
     try:
+        world = World(rank=launched_rank())  # until it is known
         config = load_config(*read_words(arguments, field_names()))
         plan = make_plan(config, launched_size(), hosts=launched_hosts())
         plan.offload.check_folder()
@@ -271,6 +271,12 @@ def main(arguments: Sequence[str]) -> int:
         withdraw()
         full = RunFailed(f"no space to write the run or its data: {error}; free some")
         return faults.tell(world.rank, full, faults.FAILED)
+    except RuntimeError as error:
+        if not faults.no_memory(error):
+            raise
+        withdraw()
+        told = f"no memory for this model: {error}; lower model.* or train.micro_batch_size"
+        return faults.tell(world.rank, RunFailed(told), faults.FAILED)
 
     try:
         with StopRequest() as stop:
@@ -279,6 +285,8 @@ def main(arguments: Sequence[str]) -> int:
         return code
     except torch.OutOfMemoryError as error:
         return faults.tell(world.rank, status.out_of_memory(job, error), faults.FAILED)
+    except DataError as error:  # a block that is read for the first time may be damaged
+        return faults.tell(world.rank, RunFailed(error), faults.USER_ERROR)
     except (RunFailed, CheckpointError) as error:
         return faults.tell(world.rank, error, faults.FAILED)
     except Exception as error:

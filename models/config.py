@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Family = Literal["qwen3_moe", "olmoe", "mixtral", "glm4_moe"]
 
 Positive = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=100_000_000)]  # of a tensor: beyond it, a mistyped number
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -151,25 +152,25 @@ class ModelConfig(Strict):
     family: Family
     """Which transformers model this is; fixes the attention variant and the router."""
 
-    vocab_size: Positive | None = None
+    vocab_size: Size | None = None
     """Rows of the embedding. Never padded silently: what is trained is what is exported."""
-    hidden_size: Positive | None = None
+    hidden_size: Size | None = None
     """Width of the residual stream."""
-    intermediate_size: Positive | None = None
+    intermediate_size: Size | None = None
     """Width of dense MLP layers; for olmoe and mixtral the width of each expert."""
-    moe_intermediate_size: Positive | None = None
+    moe_intermediate_size: Size | None = None
     """Width of each expert (qwen3_moe, glm4_moe)."""
-    moe_expert_widths: list[Positive] | list[list[Positive]] | None = None
+    moe_expert_widths: list[Size] | list[list[Size]] | None = None
     """Width of each expert, where they differ: one list for all MoE layers, or a list for each. The
     width above is then that of the widest, to which an exported folder pads the others with zeros.
     Empty: all the same."""
     num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """Decoder layers."""
-    num_attention_heads: Positive | None = None
+    num_attention_heads: Size | None = None
     """Query heads."""
-    num_key_value_heads: Positive | None = None
+    num_key_value_heads: Size | None = None
     """Key/value heads (GQA); must divide the query heads."""
-    head_dim: Positive | None = None
+    head_dim: Size | None = None
     """Width of one head; default hidden_size / num_attention_heads."""
     hidden_act: str | None = None
     """Activation of the gated MLPs; only silu."""
@@ -196,11 +197,11 @@ class ModelConfig(Strict):
     clip_qkv: Annotated[float, Field(gt=0)] | None = None
     """Clamp queries, keys and values to ±clip_qkv before RoPE (olmoe)."""
 
-    num_experts: Positive | None = None
+    num_experts: Size | None = None
     """Routed experts per MoE layer (n_routed_experts / num_local_experts in some config.json
     files).
     """
-    num_experts_per_tok: Positive | None = None
+    num_experts_per_tok: Size | None = None
     """Experts that each token uses (K)."""
     norm_topk_prob: bool | None = None
     """Divide the K gates of a token by their sum (always true for mixtral)."""
@@ -210,7 +211,7 @@ class ModelConfig(Strict):
     """Layers that are dense all the same (qwen3_moe)."""
     first_k_dense_replace: Count | None = None
     """The first so many layers are dense (glm4_moe)."""
-    n_shared_experts: Positive | None = None
+    n_shared_experts: Size | None = None
     """Experts that every token uses, as one MLP of that many expert widths (glm4_moe)."""
     n_group: Positive | None = None
     """Groups of experts for group-limited selection (glm4_moe)."""

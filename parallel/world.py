@@ -16,9 +16,10 @@ Three process groups, each with one job:
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,20 +51,37 @@ class World:
         return self.rank == 0
 
 
-def launched_size(environ: dict[str, str] | None = None) -> int:
+def _launched(name: str, otherwise: int | None, environ: Mapping[str, str]) -> int:
+    """A number that a launcher sets in the environment."""
+    value = environ.get(name, otherwise)
+    if not re.fullmatch("[0-9]+", str(value)):
+        told = f"{name}={value!r} is no whole number"
+        if value is None:
+            told = f"{name} is not set, but WORLD_SIZE={environ['WORLD_SIZE']} is"
+        raise ValueError(f"environment: {told}; start several processes with torchrun")
+    return int(value)
+
+
+def launched_rank(environ: Mapping[str, str] | None = None) -> int:
+    """This process among those that a launcher started, before any group exists."""
+    environ = os.environ if environ is None else environ
+    return _launched("RANK", 0 if launched_size(environ) == 1 else None, environ)
+
+
+def launched_size(environ: Mapping[str, str] | None = None) -> int:
     """Number of processes that torchrun (or a like launcher) started, before any group exists."""
-    return int((environ or os.environ).get("WORLD_SIZE", "1"))
+    return max(1, _launched("WORLD_SIZE", 1, os.environ if environ is None else environ))
 
 
-def launched_hosts(environ: dict[str, str] | None = None) -> int:
+def launched_hosts(environ: Mapping[str, str] | None = None) -> int:
     """Number of hosts that torchrun (or a like launcher) started processes on.
 
     Raises:
         ValueError: not equally many processes on every host.
     """
-    environ = environ or os.environ
+    environ = os.environ if environ is None else environ
     size = launched_size(environ)
-    local = int(environ.get("LOCAL_WORLD_SIZE", size))
+    local = max(1, _launched("LOCAL_WORLD_SIZE", size, environ))
     if size % local:
         raise ValueError(
             f"{size} processes with {local} on this host: every host must run equally many"
@@ -84,8 +102,8 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
     size = launched_size()
     if size == 1:
         return World()
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_rank = _launched("LOCAL_RANK", launched_rank(), os.environ)
+    local_size = _launched("LOCAL_WORLD_SIZE", size, os.environ)
     device = None
     if device_type == "cuda":
         own_queues()

@@ -48,6 +48,7 @@ from training.config_load import (
 from training.config_router import RouterConfig
 from training.config_surgery import SurgeryConfig, clone_default
 from training.data.config import DataConfig
+from training.data.lock import atomic_file
 
 if TYPE_CHECKING:
     from parallel.expert_parallel import ExpertParallelOptions
@@ -462,7 +463,8 @@ def write_resolved(config: Config, path: str | Path) -> None:
     head = ["# Every setting of this run; it loads again as it is.", f"# command: {_command()}"]
     head += [f"# {name}: {version}" for name, version in versions().items()]
     body = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=100)
-    Path(path).write_text("\n".join(head) + "\n\n" + body, encoding="utf-8")
+    with atomic_file(Path(path), "run.dir") as temporary:
+        temporary.write_text("\n".join(head) + "\n\n" + body, encoding="utf-8")
 
 
 def _command() -> str:

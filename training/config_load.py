@@ -41,14 +41,29 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, TypeError, AttributeError):  # !!int abc, !!bool maybe
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            tag = node.tag.rpartition(":")[2]
+            line = node.start_mark.line + 1
+            raise ConfigError(
+                f"{node.value[:40]!r} in line {line} cannot be read as {tag}"
+            ) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
-            key = key_node.value
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(
+                    f"a key must be text (line {line}); put quotes around a text with {{ or ["
+                )
             if key in seen:
-                line = key_node.start_mark.line + 1
                 raise ConfigError(f"key {key!r} is given twice (second time in line {line})")
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -101,6 +116,8 @@ def parse_yaml(text: str, what: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deep") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -187,11 +204,15 @@ def apply_overrides(
     return values
 
 
+def _is_index(key: str) -> bool:
+    return key.isascii() and key.isdecimal()
+
+
 def _assign(target: Any, keys: list[str], value: Any, word: str) -> None:
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
         if isinstance(target, list):
-            if not key.isdigit() or int(key) > len(target):
+            if not _is_index(key) or int(key) > len(target):
                 raise ConfigError(
                     f"override {word!r}: {'.'.join(keys[:depth])} is a list of {len(target)}, "
                     f"so {key!r} must be a number up to {len(target)}"
@@ -208,7 +229,7 @@ def _assign(target: Any, keys: list[str], value: Any, word: str) -> None:
         else:
             inner = target[key] if isinstance(target, list) else target.get(key)
             if inner is None:
-                target[key] = [] if keys[depth + 1].isdigit() else {}
+                target[key] = [] if _is_index(keys[depth + 1]) else {}
             target = target[key]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -105,6 +106,12 @@ def out_of_memory_message(
             text += "; routing is skewed, so a larger router.balance_coef lowers the peak too"
     lower = ", ".join(f"{name} (now {value})" for name, value in settings)
     return f"{text}. To need less memory, lower or change: {lower}"
+
+
+def no_memory(error: RuntimeError) -> bool:
+    """Whether memory ran out; for the host's PyTorch has no error of its own."""
+    texts = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
 
 
 def failed_collective(error: BaseException, timeout_s: float) -> str | None:

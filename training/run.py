@@ -26,6 +26,7 @@ import yaml
 from parallel import World, from_main
 from training.checkpoint import newest, read_state
 from training.config_load import ConfigError
+from training.data.lock import disk_errors
 from training.job import Progress
 from training.logging import EVENTS, METRICS, holds_run, read_lines
 
@@ -82,6 +83,10 @@ def open_run(config: Config, world: World) -> Run:
     checkpoint, passed_over = newest(folder / "checkpoints", world)
     if checkpoint is None and world.main:  # of other text or settings, maybe: it is made anew
         shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    elif world.main and not (folder / "tokenizer" / "tokenizer.json").is_file():
+        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+        with disk_errors(folder, "run.dir"):
+            shutil.copytree(checkpoint / "tokenizer", folder / "tokenizer")
     attempt = from_main(world, _next_attempt(folder) if world.main else None)
     changed: list[str] = []
     if checkpoint is not None:
@@ -95,13 +100,22 @@ def open_run(config: Config, world: World) -> Run:
     return Run(folder, attempt, checkpoint, tuple(passed_over), tuple(changed))
 
 
+MOST_EPOCHS_A_STEP = 1000  # a mistyped batch size; the places of a step's rows are held in memory
+
+
 def total_steps(config: Config, rows_per_epoch: int | None) -> int:
     """Optimizer steps of the whole run.
 
     Raises:
-        ConfigError: the length is given in epochs, and that of an epoch is not known.
+        ConfigError: the length is given in epochs, and that of an epoch is not known; or a step
+            takes the text over and over.
     """
     train = config.train
+    if rows_per_epoch is not None and train.global_batch_size > MOST_EPOCHS_A_STEP * rows_per_epoch:
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} rows a step are more than "
+            f"{MOST_EPOCHS_A_STEP} times the text, which has {rows_per_epoch} rows"
+        )
     if train.steps is not None:
         return train.steps
     if rows_per_epoch is None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel import World, agree, barrier, broadcast_, from_main, gather, sum_
-from parallel.world import fingerprint, launched_hosts, launched_size
+from parallel.world import fingerprint, launched_hosts, launched_rank, launched_size
 from tests import processes
 from tests.distributed import checks
 
@@ -28,7 +28,22 @@ def test_one_process_needs_no_group():
     assert broadcast_(world, tensor) is tensor
 
 
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set, but WORLD_SIZE=2 is"),
+        ({"WORLD_SIZE": "2", "RANK": "abc"}, "RANK='abc' is no whole number"),
+        ({"WORLD_SIZE": "abc", "RANK": "0"}, "WORLD_SIZE='abc' is no whole number"),
+    ],
+)
+def test_what_a_launcher_should_have_set_is_told_by_name(environ, message):
+    with pytest.raises(ValueError, match=message):
+        launched_rank(environ)
+
+
 def test_launched_size():
+    assert launched_rank({}) == 0
+    assert launched_rank({"WORLD_SIZE": "2", "RANK": "1"}) == 1
     assert launched_size({}) == 1
     assert launched_size({"WORLD_SIZE": "4"}) == 4
     assert launched_hosts({}) == 1

@@ -87,6 +87,13 @@ def test_a_key_given_twice_is_an_error_with_its_line(tmp_path):
         ("a:\n\t- 1\n", "not valid YAML in line 2"),
         ("- 1\n- 2\n", "must hold sections.*not a list"),
         ("just words\n", "must hold sections.*not text"),
+        ("run: {name: {{NAME}}}", "x.yaml: a key must be text .line 1.; put quotes around"),
+        ("a: 1\n[a]: 2\n", "a key must be text .line 2."),
+        ("a: " + "[" * 5000, "x.yaml is nested too deep"),
+        ("b: 1\na: !!bool maybe", "x.yaml: 'maybe' in line 2 cannot be read as bool"),
+        ("b: 1\na: !!int abc", "x.yaml: 'abc' in line 2 cannot be read as int"),
+        ("b: 1\na: !!float abc", "x.yaml: 'abc' in line 2 cannot be read as float"),
+        ("a: !!timestamp x", "'x' in line 1 cannot be read as timestamp"),
     ],
 )
 def test_broken_files_say_what_and_where(tmp_path, text, message):
@@ -139,6 +146,8 @@ def test_overrides_reach_new_sections_lists_and_list_items():
         ("train..steps=5", "must name section.key"),
         ("data.sources.3.path=c", "data.sources is a list of 2, so '3' must be a number up to 2"),
         ("data.sources.path=c", "data.sources is a list of 2, so 'path' must be a number"),
+        ("data.sources.²=c", "so '²' must be a number"),
+        ("train.steps={{a: 1}: 1}", "override 'train.steps=.*: a key must be text"),
         ("data.seq_len.x=c", "data.seq_len is a number and holds no keys"),
         ("data.seq_len=[1", "the value of override 'data.seq_len=\\[1' is not valid YAML"),
     ],

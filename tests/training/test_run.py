@@ -59,6 +59,9 @@ def test_steps_from_epochs():
         total_steps(config(epochs=2), None)
     with pytest.raises(ConfigError, match=r"warmup_steps=5 must be below the 5 steps"):
         total_steps(config(epochs=2, warmup=5), 10)
+    assert total_steps(config(steps=7, batch=10_000), 10) == 7
+    with pytest.raises(ConfigError, match=r"global_batch_size=10001 .* 1000 times .* has 10 rows"):
+        total_steps(config(steps=7, batch=10_001), 10)
 
 
 def test_attempts_count_up_whatever_was_written(tmp_path):

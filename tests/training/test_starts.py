@@ -70,6 +70,66 @@ def test_a_start_on_a_full_disk_is_one_line_and_leaves_the_run(run, tmp_path, ca
     assert run("run.name=full", "train.steps=5") == 0, "it goes on when there is some"
 
 
+def test_a_tokenizer_that_a_run_has_lost_is_the_checkpoints(run, tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    words = ["run.name=mine", "data.tokenizer=null", "data.tokenizer_vocab_size=280"]
+    assert run(*words) == 0
+    kept = read_tokenizer(folder / "tokenizer")
+    (folder / "tokenizer/tokenizer.json").unlink()
+    assert run(*words, "train.steps=6") == 0
+    assert read_tokenizer(folder / "tokenizer").hash == kept.hash
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_store_is_not_trained_on(run, tmp_path, capfd, workers):
+    assert run("run.name=a", "data.cache_dir=cache") == 0
+    (block,) = tmp_path.glob("cache/text-*/blocks/000000.bin")
+    data = block.read_bytes()
+    block.write_bytes(data[:-2] + bytes([data[-2] ^ 1, data[-1]]))
+    capfd.readouterr()
+    assert run("run.name=b", "data.cache_dir=cache", f"data.workers={workers}") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "000000.bin is damaged: the checksum differs; remove" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("model.vocab_size=99999999999999", 2, "model.vocab_size=99999999999999"),
+        (
+            "model.hidden_size=1e8 model.vocab_size=1e8",
+            1,
+            "no memory for this model: .*; lower model",
+        ),
+        ("train.global_batch_size=1000000000", 2, "train.global_batch_size=1000000000 rows a step"),
+    ],
+)
+def test_sizes_that_no_host_has_memory_for(run, capsys, words, code, message):
+    assert run(*words.split()) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+def test_a_full_disk_leaves_the_resolved_config_as_it_was(run, tmp_path, monkeypatch, capsys):
+    write = Path.write_text
+
+    def full(path, text, **options):
+        if "config.yaml" in path.name:
+            write(path, text[:40], **options)
+            raise OSError(28, "No space left on device")
+        return write(path, text, **options)
+
+    assert run("run.name=mine") == 0
+    config = tmp_path / "runs/mine/config.yaml"
+    before = config.read_bytes()
+    monkeypatch.setattr(Path, "write_text", full)
+    capsys.readouterr()
+    assert run("run.name=mine", "train.steps=6") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"no space left for runs/mine/config\.yaml .* set run\.dir", line)
+    assert config.read_bytes() == before and not list(config.parent.glob("*.tmp"))
+
+
 def test_the_quickstart_ends_with_a_command_that_trains_on_ones_own_text(
     tmp_path, monkeypatch, capsys
 ):

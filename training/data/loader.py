@@ -180,7 +180,7 @@ class TrainData:
 
         Raises:
             RuntimeError: a reader process died.
-            DataError: a streamed source cannot go on.
+            DataError: a streamed source cannot go on, or a block is damaged.
         """
         share = _Share(global_batch_size, micro_batch_size, rank, world)
         cursor = self._new_cursor()  # runs ahead
@@ -191,6 +191,8 @@ class TrainData:
             while batches := [batch for _, batch in zip(range(share.count), loader)]:
                 self._cursor.load_state_dict(places.states.popleft())
                 yield batches
+        except DataError as error:  # a reader process's comes with its traceback before it
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
         except (EOFError, ConnectionError, FileNotFoundError) as error:
             # What a batch's shared memory answers whose process is gone; torch's own message of
             # a killed worker may come first or not.

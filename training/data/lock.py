@@ -19,6 +19,7 @@ from pathlib import Path
 from training.data.config import DataError
 
 POLL_S = 0.1
+KEPT = "data.cache_dir; what is already written is kept and continued"
 
 
 def try_lock(path: Path) -> int | None:
@@ -78,30 +79,36 @@ def temporary_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary name that becomes `path`, flushed to disk, when the block ends well."""
+def atomic_file(path: Path, remedy: str = KEPT) -> Iterator[Path]:
+    """A temporary name that becomes `path`, flushed to disk, when the block ends well.
+
+    Raises:
+        DataError: the disk is full; says `remedy`.
+    """
     temporary = temporary_name(path)
     try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # else a power cut may undo the renaming, after later writes
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise disk_error(error, path) from error
+        with disk_errors(path, remedy):
+            yield temporary
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # else a power cut may undo the renaming, after later writes
+            finally:
+                os.close(folder)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def disk_error(error: OSError, path: Path) -> Exception:
+@contextlib.contextmanager
+def disk_errors(path: Path, remedy: str = KEPT) -> Iterator[None]:
     """A full disk or quota as a DataError that says what to do; any other error as it is."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DataError(
-            f"no space left for {path} ({error.strerror}); free some or set data.cache_dir; what "
-            "is already written is kept and continued"
-        )
-    return error
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(
+            f"no space left for {path} ({error.strerror}); free some or set {remedy}"
+        ) from error

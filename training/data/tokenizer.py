@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from training.data.config import BUNDLED, DataConfig, DataError
 from training.data.encode import encode_texts
 from training.data.hub import quiet_hub
-from training.data.lock import run_once, temporary_name
+from training.data.lock import disk_errors, run_once, temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class TextTokenizer:
         for name, content in self.side_files.items():
             (folder / name).write_bytes(content)
         # The backend's own flag is not written to the file, so the file behaves as it was loaded.
-        self.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         config = json.loads(self.side_files.get("tokenizer_config.json", b"{}"))
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         config.setdefault("clean_up_tokenization_spaces", False)
@@ -132,7 +132,7 @@ def read_tokenizer(
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
-        raise DataError(f"data.tokenizer={name!r}: {file} is no tokenizer.json ({error})") from None
+        raise DataError(f"{file} is no tokenizer.json ({first_line(error)})") from None
     side_files = {
         side: (file.parent / side).read_bytes()
         for side in _SIDE_FILES
@@ -312,8 +312,13 @@ def load_tokenizer(
         tokenizer = _configured(config)
         temporary = temporary_name(folder)
         shutil.rmtree(temporary, ignore_errors=True)
-        tokenizer.save(temporary)
-        os.replace(temporary, folder)
+        try:
+            with disk_errors(folder, "run.dir" if place == "run.name" else place):
+                tokenizer.save(temporary)
+                shutil.rmtree(folder, ignore_errors=True)  # without its tokenizer.json
+                os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     run_once(
         folder.with_name(f".{folder.name}.lock"),
@@ -322,7 +327,10 @@ def load_tokenizer(
         timeout_s=timeout_s,
         what=f"the tokenizer {folder}",
     )
-    tokenizer = read_tokenizer(folder, eos_token=config.eos_token, bos_token=config.bos_token)
+    try:
+        tokenizer = read_tokenizer(folder, eos_token=config.eos_token, bos_token=config.bos_token)
+    except DataError as error:
+        raise DataError(f"{error}; if it is damaged, remove {folder}: it is made again") from None
     given = config.tokenizer
     if given is not None and (given.startswith(BUNDLED) or Path(given).exists()):
         wanted = read_tokenizer(given, eos_token=config.eos_token, bos_token=config.bos_token)

@@ -23,7 +23,7 @@ import numpy as np
 
 from training.data.config import DataError
 from training.data.encode import Encoder
-from training.data.lock import POLL_S, atomic_file, disk_error
+from training.data.lock import POLL_S, atomic_file, disk_errors
 from training.data.progress import Progress
 from training.data.readers import FileReader, HubReader, Item
 from training.data.store import FORMAT, VERSION, Block, block_path, content_hash, read_blocks
@@ -131,7 +131,8 @@ def write_store(
     counts = [sum(block.text_bytes for block in done), sum(block.tokens for block in done)]
     queue: deque[_Pending] = deque()
     encoder = Encoder(folder / "tokenizer" / "tokenizer.json", tokenizer.edges, workers)
-    with encoder, open(folder / "blocks.jsonl", "ab") as log, bar:
+    # Outermost: closing the log flushes once more what a full disk did not take.
+    with disk_errors(folder), encoder, open(folder / "blocks.jsonl", "ab") as log, bar:
         if log.tell() > offset:
             log.truncate(offset)  # a line torn by a crash
 
@@ -186,11 +187,9 @@ def _start(folder: Path, plan: dict[str, Any], tokenizer: TextTokenizer) -> None
         for leftover in (folder / "blocks").glob(f".*.{socket.gethostname()}.*.tmp"):
             leftover.unlink(missing_ok=True)
         return
-    try:
+    with disk_errors(folder):
         (folder / "blocks").mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder / "tokenizer")
-    except OSError as error:
-        raise disk_error(error, folder) from error
     _write_json(path, plan)
 
 
@@ -238,12 +237,9 @@ def _write_block(folder: Path, index: int, pending: _Pending, dtype: str) -> Blo
 
 
 def _append(log: Any, index: int, block: Block) -> None:
-    try:
-        log.write(json.dumps({"block": index, **asdict(block)}).encode() + b"\n")
-        log.flush()
-        os.fsync(log.fileno())
-    except OSError as error:
-        raise disk_error(error, Path(log.name)) from error
+    log.write(json.dumps({"block": index, **asdict(block)}).encode() + b"\n")
+    log.flush()
+    os.fsync(log.fileno())
 
 
 def refuse_bad_lines(folder: Path, blocks: list[Block], on_bad_line: str) -> None:

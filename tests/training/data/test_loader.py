@@ -27,6 +27,7 @@ from tests.training.data.helpers import (
 from training.data import DataConfig, DataError, SourceConfig, TrainData, build_data
 from training.data.loader import _Rows
 from training.data.sources import name_sources
+from training.data.store import block_path
 
 UNEQUAL = [" ".join(["7"] * (1 + i % 5) + [str(100 + i)]) for i in range(64)]
 """64 documents of 2 to 6 words; the last word is the sample's number."""
@@ -484,3 +485,16 @@ def test_the_bundled_text_without_any_setting(tmp_path: Path) -> None:
     (step,) = data.steps(global_batch_size=2, micro_batch_size=2, steps=1)
     assert tokenizer.decode(step[0].tokens_BL[0].tolist()).count(" the ") > 5
     assert data.unigram_entropy() == pytest.approx(6.674, abs=1e-3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_block_is_told_in_one_line(tmp_path, workers):
+    data = make_data(tmp_path, numbered(40, 5), seq_len=8, workers=workers)
+    store = data.sources[0].order.store
+    store._sound.clear()
+    store._maps.clear()
+    path = block_path(store.folder, 0)
+    path.write_bytes(path.read_bytes()[:-2] + b"AA")
+    with pytest.raises(DataError, match=r"000000\.bin is damaged: the checksum") as told:
+        take(data, 1, global_batch_size=2, micro_batch_size=2)
+    assert "\n" not in str(told.value) and "Traceback" not in str(told.value)

@@ -20,6 +20,7 @@ BAD = [
     (b'["a", "list"]', "not an object"),
     (b'{"title": "no text here"}', "no text field"),
     (b'{"text": 7}', "text is not a string"),
+    (b'{"text": ' + b"9" * 5000 + b"}", "malformed JSON"),
     (b'{"text": null}', "text is not a string"),
     (b'{"text": "half \\ud83d a character"}', "invalid UTF-8"),
 ]

@@ -19,7 +19,7 @@ from tests.training.data.helpers import (
     write_tokenizer,
 )
 from training.data import DataConfig, DataError, SourceConfig, build_data, load_tokenizer
-from training.data.tokenizer import read_tokenizer, train_tokenizer
+from training.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 
 SAMPLE = (
     'Ahab said: "Aye, aye!"\n\n  \tIt\'s 1851; naïve Größe — 東京 😀\r\n'
@@ -192,6 +192,27 @@ def test_a_run_keeps_to_its_tokenizer(tmp_path: Path) -> None:
     other = DataConfig(tokenizer=str(write_tokenizer(tmp_path / "b", numbers=20)))
     with pytest.raises(DataError, match=r"another tokenizer than .*; choose another run\.name"):
         load_tokenizer(other, tmp_path / "run/tokenizer")
+
+
+def test_a_folder_that_is_no_whole_tokenizer(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "run/tokenizer"
+    folder.mkdir(parents=True)
+    (folder / "vocab.json").write_text("{}")
+    config = DataConfig(tokenizer=str(write_tokenizer(tmp_path / "a")))
+    assert load_tokenizer(config, folder).vocab_size == 3003
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(
+        DataError, match=r"run/tokenizer/tokenizer\.json is no token.*remove .*run/tokenizer"
+    ) as told:
+        load_tokenizer(DataConfig(), folder)
+    assert "data.tokenizer" not in str(told.value)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TextTokenizer, "save", full)
+    with pytest.raises(DataError, match=r"no space left for .*new/tokenizer .* set run\.dir"):
+        load_tokenizer(config, tmp_path / "new/tokenizer")
 
 
 def test_bad_lines_stop_the_training_of_a_tokenizer(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_damage_is_found(tmp_path: Path, text: Path) -> None:
     block = "blocks/000002.bin"
     assert damaged(lambda folder: None) == ""
     flipped = edit(block, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
-    assert "000002.bin: the checksum differs" in damaged(flipped)
+    assert "000002.bin is damaged: the checksum differs" in damaged(flipped)
     assert "bytes instead of" in damaged(edit(block, lambda data: data[:-2]))
     assert "No such file" in damaged(lambda folder: (folder / block).unlink())
     wrong = edit("meta.json", lambda data: data.replace(b'"documents": 70', b'"documents": 71'))
@@ -266,12 +266,23 @@ def test_damage_is_found(tmp_path: Path, text: Path) -> None:
         damaged(cut)
 
 
-def test_a_shortened_block_is_refused_when_read(tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("change", [lambda data: data[:-2], lambda data: data[:-2] + b"AA"])
+def test_a_damaged_block_is_refused_when_read(tmp_path: Path, text: Path, change) -> None:
     folder = make(tmp_path, text)
     path = folder / "blocks/000001.bin"
-    path.write_bytes(path.read_bytes()[:-2])
+    path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match=r"000001\.bin is damaged"):
         TokenStore(folder).block(1)
+
+
+@pytest.mark.parametrize("full", ["blocks.jsonl", "tokenizer"])
+def test_a_full_disk_is_told_wherever_it_is_met(tmp_path: Path, text: Path, full: str) -> None:
+    """/dev/full takes a write into its buffer, and fails when that is flushed, and at the close."""
+    folder = tmp_path / "store"
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / (full if full != "tokenizer" else "tokenizer/tokenizer.json")).symlink_to("/dev/full")
+    with pytest.raises(DataError, match=r"no space left for .*store .*cache_dir"):
+        make(tmp_path, text)
 
 
 @pytest.mark.parametrize("inline_bytes", [0, 10**9])
