@@ -97,8 +97,10 @@ def test_one_node_may_not_span_hosts(tiny_config):
 def test_a_layout_that_cannot_be_ends_with_2_before_any_process_joins(
     tiny_config, monkeypatch, capsys
 ):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
     monkeypatch.setattr(train, "start", lambda *_: pytest.fail("joined the others"))
     code = train.main([str(tiny_config), "train.micro_batch_size=1", "parallel.nodes=3"])
     told = capsys.readouterr().err
