@@ -275,6 +275,18 @@ def test_a_damaged_block_is_refused_when_read(tmp_path: Path, text: Path, change
         TokenStore(folder).block(1)
 
 
+def test_a_large_store_is_verified_by_check_alone(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, text)
+    path = folder / "blocks/000001.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"AA")
+    monkeypatch.setattr("training.data.store._CHECKED_BYTES", 0)
+    store = TokenStore(folder)
+    store.block(1)
+    assert any("000001.bin is damaged" in fault for fault in store.check())
+
+
 @pytest.mark.parametrize("full", ["blocks.jsonl", "tokenizer"])
 def test_a_full_disk_is_told_wherever_it_is_met(tmp_path: Path, text: Path, full: str) -> None:
     """/dev/full takes a write into its buffer, and fails when that is flushed, and at the close."""
