@@ -1020,10 +1020,9 @@ class _Plan(NamedTuple):
     last_sorts: bool = False  # the last program to finish, with metadata; its sizes have BB, BLOCK
 
 
-# A single program routes and sorts up to this much, or four times as much where the last of several
-# could not sort. With 8 experts it takes 6.9 us for 256 tokens and 9.6 for 512, for which several
-# take 5.0 (H200).
-_ONE_PROGRAM_LOGITS = 512
+# A single program routes and sorts up to this much: 256 tokens of 8 experts take 6.9 us (H200). With
+# 512 it took 9.6, where several programs, whose last one sorts, take 5.0.
+_ONE_PROGRAM_LOGITS = 2048
 _ONE_PROGRAM_ROWS = 2048
 # Up to so many slots the last of several programs sorts them: the host spends less on one launch.
 _LAST_PROGRAM_SLOTS = 4096
@@ -1098,8 +1097,7 @@ def _division(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous:
         sizes["BX"] = forced_plan.get(
             "bx", max(1, min(256, (1024 if width == 64 else 2048) // width))
         )
-        most = _ONE_PROGRAM_LOGITS * (1 if 8 * sizes["KP"] <= _RANKED_SLOTS else 4)
-        if T * width <= forced_plan.get("one", most) and T <= _ONE_PROGRAM_ROWS:
+        if T * width <= forced_plan.get("one", _ONE_PROGRAM_LOGITS) and T <= _ONE_PROGRAM_ROWS:
             warps = forced_plan.get("warps", 8)
             elements = forced_plan.get("elements", 8)
             sizes["BX"] = min(np2(max(T, 1)), max(1, warps * 32 * elements // width))

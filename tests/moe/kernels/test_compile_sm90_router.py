@@ -24,7 +24,7 @@ from tests.moe.kernels.compile_sm90 import (
 
 # name: T, E, K and what is asked of `topk_gating`
 GATING = {
-    "tiny": (64, 8, 2, {}),
+    "tiny": (256, 8, 2, {}),
     "small": (2048, 8, 2, {}),
     "small, many pairs": (2048, 8, 4, {}),
     "6 of 128": (65536, 128, 6, {}),  # not a power of two: the sorted lists are padded
