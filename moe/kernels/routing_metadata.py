@@ -212,6 +212,21 @@ def _count_slots(
 
 
 @triton.jit
+def _store_rows(
+    token, row_S, slot_R, token_R, slot, row, ok, end, PER_TOKEN: tl.constexpr,
+    HAS_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Write slots and tokens to their rows and rows to the slots; -1 where not ok: no expert."""
+    tl.store(row_S + slot, tl.where(ok, row, -1), mask=slot < end)
+    if HAS_TOKEN:
+        t = tl.load(token + slot, mask=ok, other=0).to(tl.int32)
+    else:
+        t = slot // PER_TOKEN
+    tl.store(slot_R + row, slot, mask=ok)
+    tl.store(token_R + row, t, mask=ok)
+
+
+@triton.jit
 def _place_slots(
     expert, token, row_S, slot_R, token_R, begin, end, base,
     PER_TOKEN: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
@@ -227,13 +242,7 @@ def _place_slots(
         before = tl.cumsum(whole, axis=0).to(tl.int32) - whole + base[None, :]
         before = tl.reshape(within + before[None, :, :], (G, EP))
         row = _at_expert(before, e, EP) + rank
-        tl.store(row_S + slot, tl.where(ok, row, -1), mask=slot < end)
-        if HAS_TOKEN:
-            t = tl.load(token + slot, mask=ok, other=0).to(tl.int32)
-        else:
-            t = slot // PER_TOKEN
-        tl.store(slot_R + row, slot, mask=ok)
-        tl.store(token_R + row, t, mask=ok)
+        _store_rows(token, row_S, slot_R, token_R, slot, row, ok, end, PER_TOKEN, HAS_TOKEN)
         base += tl.sum(whole, axis=0).to(tl.int32)
 
 
@@ -255,13 +264,7 @@ def _place_by_memory(
         row = tl.load(following + e, mask=ok, other=0, volatile=True) + rank
         tl.debug_barrier()  # all have read
         tl.store(following + e, row + 1, mask=ok & (later == 0))
-        tl.store(row_S + slot, tl.where(ok, row, -1), mask=slot < end)
-        if HAS_TOKEN:
-            t = tl.load(token + slot, mask=ok, other=0).to(tl.int32)
-        else:
-            t = slot // PER_TOKEN
-        tl.store(slot_R + row, slot, mask=ok)
-        tl.store(token_R + row, t, mask=ok)
+        _store_rows(token, row_S, slot_R, token_R, slot, row, ok, end, PER_TOKEN, HAS_TOKEN)
         tl.debug_barrier()  # the next step reads what was stored
 
 

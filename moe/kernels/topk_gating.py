@@ -1020,8 +1020,8 @@ class _Plan(NamedTuple):
     last_sorts: bool = False  # the last program to finish, with metadata; its sizes have BB, BLOCK
 
 
-# A single program routes and sorts up to this much: 256 tokens of 8 experts take 6.9 us (H200). With
-# 512 it took 9.6, where several programs, whose last one sorts, take 5.0.
+# A single program routes and sorts up to this much: 256 tokens of 8 experts take 6.9 us (H200). It
+# took 9.6 for 512, where several programs, whose last one sorts, take 5.0.
 _ONE_PROGRAM_LOGITS = 2048
 _ONE_PROGRAM_ROWS = 2048
 # Up to so many slots the last of several programs sorts them: the host spends less on one launch.
