@@ -33,7 +33,7 @@ from training.config import Config, Plan, field_names, load_config, make_plan, w
 from training.config_load import read_words
 from training.config_routers import check_routers
 from training.data import DataError, build_data, load_tokenizer
-from training.device import seed_all, setup_determinism
+from training.device import open_device, seed_all, setup_determinism
 from training.evaluate import as_trained, on_schedule, sample_text, validate
 from training.exactness import acting
 from training.faults import RunFailed, StopRequest
@@ -51,11 +51,9 @@ from training.surgery import change_experts
 
 def prepare(config: Config, plan: Plan, world: World) -> Job:
     """Run folder, text, model, optimizer, and the state of the last checkpoint if there is one."""
-    device = torch.device(plan.device, world.local_rank if plan.device == "cuda" else None)
     if config.run.deterministic:
         setup_determinism()
-    if plan.device == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # this run's, in a process that had others
+    device = open_device(plan.device, world.local_rank)
     seed_all(config.run.seed, world.rank)
 
     run = open_run(config, world)

@@ -441,19 +441,22 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    found["git"] = _git_commit()
+    found["git"] = git_commit()
     return found
 
 
-def _git_commit() -> str:
-    """Commit of the repository this file is in, with "+changes" if files differ; else "none"."""
+def git_commit() -> str:
+    """Commit of the repository this file is in, with "+changes" if files differ.
+
+    Without a repository (a copied checkout): what TESSERA_COMMIT says, else "none".
+    """
     git = ["git", "-C", str(ROOT)]
     options = {"capture_output": True, "text": True, "timeout": 20}
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], **options, check=True).stdout.strip()
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], **options, check=True)
     except (OSError, subprocess.SubprocessError):
-        return "none"
+        return os.environ.get("TESSERA_COMMIT", "none")
     return commit + ("+changes" if changed.stdout.strip() else "")
 
 

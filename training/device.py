@@ -43,6 +43,21 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS if part in name), None)
 
 
+def open_device(kind: str, local_rank: int) -> torch.device:
+    """This process's device, "cpu" or "cuda", ready for use and with its memory peak at zero.
+
+    CUDA is initialised here: until then its memory statistics cannot be reset (PyTorch answers
+    "Invalid device argument").
+    """
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device(kind, local_rank)
+    torch.cuda.set_device(device)
+    torch.cuda.init()
+    torch.cuda.reset_peak_memory_stats(device)  # a process may have had other runs
+    return device
+
+
 def setup_determinism() -> None:
     """Ask PyTorch for deterministic algorithms; an operation that has none raises by name."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts

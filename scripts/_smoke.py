@@ -1,0 +1,495 @@
+"""What scripts/smoke_gpu.sh runs: commands in chains, and what must come of each.
+
+A chain's commands run one after the other, chains beside each other, all in a scratch folder that
+looks like the checkout. A command stands here as the README or docs/parallel.md prints it, with
+settings added at its end where one card cannot do the whole (tests/scripts/test_smoke.py compares).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+LINKED = ("train.py", "configs", "scripts", "moe", "models", "parallel", "training", "README.md")
+STEP_S = 230.0
+"""A command that takes longer has failed."""
+
+
+class Failed(Exception):
+    """A command did not do what it must; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """The scratch folder in which commands run."""
+
+    folder: Path
+
+    def losses(self, run: str) -> dict[int, tuple[float, float]]:
+        """(loss, gradient norm) at each logged step of a run."""
+        from training.logging import read_metrics
+
+        lines = read_metrics(self.folder / "runs" / run)
+        return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+Check = Callable[[Lab, str], None]
+"""Raises `Failed`; gets the lab and all that the command printed."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. `{text}` and `{python_sources}` stand for files that this machine has."""
+
+    command: str
+    code: int = 0
+    checks: tuple[Check, ...] = ()
+    stop: tuple[signal.Signals, str, int] | None = None
+    """Signal to send once this run has logged this step."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    name: str
+    steps: tuple[Step, ...]
+    cuda: bool = False
+    """Only with a GPU."""
+    package: str | None = None
+    """Only where this package is installed."""
+
+
+# ---- what must come of a command ---------------------------------------------------------------
+
+
+def learns(run: str) -> Check:
+    """The loss falls, and every logged step counted."""
+
+    def check(lab: Lab, output: str) -> None:
+        losses = [loss for loss, _ in lab.losses(run).values()]
+        if len(losses) < 2 or not losses[-1] < losses[0] < 100:
+            raise Failed(f"the loss of runs/{run} does not fall: {losses}")
+
+    return check
+
+
+def same_losses(first: str, second: str) -> Check:
+    """The second run has the first's losses and gradient norms, bit for bit, at the first's steps.
+
+    A run that was stopped has logged one step more.
+    """
+
+    def check(lab: Lab, output: str) -> None:
+        one, other = lab.losses(first), lab.losses(second)
+        differing = [step for step, values in one.items() if other.get(step) != values]
+        if differing or not one:
+            raise Failed(f"runs/{first} and runs/{second} differ from step {differing[:1]} on")
+
+    return check
+
+
+def near_losses(first: str, second: str, tolerance: float) -> Check:
+    """Two runs' losses agree within a share of their size."""
+
+    def check(lab: Lab, output: str) -> None:
+        one, other = lab.losses(first), lab.losses(second)
+        if not one or one.keys() != other.keys():
+            raise Failed(f"runs/{first} and runs/{second} logged {sorted(one)}, {sorted(other)}")
+        worst = max(abs(one[step][0] / other[step][0] - 1) for step in one)
+        if not worst <= tolerance:
+            raise Failed(f"losses of runs/{first} and runs/{second} differ by {worst:.1e}")
+
+    return check
+
+
+def begins_where(run: str, before: str) -> Check:
+    """A run that continues another's weights starts near that one's last loss."""
+
+    def check(lab: Lab, output: str) -> None:
+        first, last = lab.losses(run), lab.losses(before)
+        start, end = first[min(first)][0], last[max(last)][0]
+        if not start < end + 0.3:
+            raise Failed(f"runs/{run} starts at {start:.3f}; runs/{before} ended at {end:.3f}")
+
+    return check
+
+
+def says(pattern: str) -> Check:
+    """The output has a match of this regular expression."""
+
+    def check(lab: Lab, output: str) -> None:
+        if re.search(pattern, output) is None:
+            raise Failed(f"nothing in the output matches {pattern!r}")
+
+    return check
+
+
+def quiet(lab: Lab, output: str) -> None:
+    """No library warns at the start of a healthy run."""
+    found = [line for line in output.splitlines() if re.search(r"[Ww]arning\b", line)]
+    if found:
+        raise Failed(f"a warning: {found[0].strip()[:160]}")
+
+
+def leaves(path: str, size: int) -> Check:
+    """A file of at least so many bytes is there."""
+
+    def check(lab: Lab, output: str) -> None:
+        file = lab.folder / path
+        if not file.is_file() or file.stat().st_size < size:
+            raise Failed(f"{path} is missing or smaller than {size} bytes")
+
+    return check
+
+
+# ---- the commands ------------------------------------------------------------------------------
+
+QUICKSTART = "python train.py configs/quickstart.yaml"
+EVERY_5 = (
+    "log.every_steps=5 optim.warmup_steps=5 eval.every_steps=null eval.sample_prompt=null "
+    "log.plots=false"
+)
+SHORT = f"train.steps=60 checkpoint.every_steps=10 {EVERY_5}"
+ON_CPU = "run.device=cpu train.compile=false"
+FOUR = "parallel.nodes=2 parallel.expert=2"
+TORCHRUN_ONE = "torchrun --standalone --nproc-per-node=1 train.py configs/quickstart.yaml"
+
+
+def chains() -> list[Chain]:
+    """All chains, also those that this machine cannot run (`possible` tells)."""
+    graph = f"{SHORT} router.balance_scope=lagged"
+    engines = f"train.steps=20 {EVERY_5}"
+    dense = "model.mlp_only_layers=[0,1,2,3] model.intermediate_size=256"
+    real = (
+        "train.steps=20 train.global_batch_size=32 optim.warmup_steps=10 log.every_steps=5 "
+        "log.plots=false"
+    )
+    return [
+        Chain(
+            "use it",
+            (
+                Step(
+                    f"{QUICKSTART} train.steps=50 run.name=try",
+                    checks=(learns("try"), quiet, says("tokenizer")),
+                ),
+                Step(
+                    "python scripts/export_hf.py runs/try/checkpoints/latest out/ --check",
+                    checks=(says("passed|equal"),),
+                ),
+                Step("python scripts/import_hf.py out/ continued/"),
+                Step(
+                    f"{QUICKSTART} train.steps=10 run.name=on model.init_from=continued/ {EVERY_5}",
+                    checks=(begins_where("on", "try"),),
+                ),
+                Step(
+                    'python scripts/generate.py runs/try --prompt "Call me"',
+                    checks=(says(".{40}"),),
+                ),
+                Step("python scripts/generate.py out/ --prompt One --prompt Two --temperature 0"),
+                Step(
+                    "python scripts/report.py runs/try",
+                    checks=(leaves("runs/try/report.html", 9999),),
+                ),
+                Step("python scripts/doctor.py runs/try"),
+            ),
+        ),
+        Chain(
+            "killed and stopped",
+            (
+                Step(f"{QUICKSTART} {SHORT} run.name=whole", checks=(learns("whole"),)),
+                Step(
+                    f"{QUICKSTART} {SHORT} run.name=killed",
+                    code=-signal.SIGKILL,
+                    stop=(signal.SIGKILL, "killed", 20),
+                ),
+                Step(
+                    f"{QUICKSTART} {SHORT} run.name=killed",
+                    checks=(same_losses("whole", "killed"),),
+                ),
+                Step(
+                    f"{QUICKSTART} {SHORT} run.name=stopped",
+                    code=75,
+                    stop=(signal.SIGTERM, "stopped", 15),
+                ),
+                Step(
+                    f"{QUICKSTART} {SHORT} run.name=stopped",
+                    checks=(stopped_between, same_losses("whole", "stopped")),
+                ),
+            ),
+        ),
+        Chain(
+            "four processes",
+            (
+                Step(
+                    "torchrun --standalone --nproc-per-node=4 train.py configs/quickstart.yaml "
+                    f"train.steps=50 {FOUR} run.name=four {ON_CPU} train.steps=10 {EVERY_5}",
+                    checks=(learns("four"),),
+                ),
+                Step(
+                    f"python scripts/verify.py configs/quickstart.yaml --nproc 4 {FOUR} {ON_CPU}",
+                ),
+            ),
+        ),
+        Chain(
+            "two processes",
+            (
+                Step(
+                    "torchrun --standalone --nproc-per-node=2 train.py configs/quickstart.yaml "
+                    "parallel.nodes=2 run.device=cpu train.steps=50 run.name=two train.steps=10 "
+                    f"{EVERY_5} train.compile=false",
+                    checks=(learns("two"),),
+                ),
+            ),
+        ),
+        Chain(
+            "one process of torchrun",
+            (
+                Step(f"{QUICKSTART} {engines} run.name=alone", checks=(learns("alone"),)),
+                Step(
+                    f"{TORCHRUN_ONE} {engines} run.name=fsdp2 parallel.engine=fsdp2",
+                    checks=(near_losses("fsdp2", "alone", 5e-3),),
+                ),
+                Step(
+                    "bash scripts/launch/one_host.sh configs/quickstart.yaml "
+                    f"{engines} run.name=host",
+                    checks=(near_losses("host", "alone", 5e-3),),
+                ),
+            ),
+            cuda=True,
+        ),
+        Chain(
+            "deepspeed",
+            (
+                Step(
+                    f"{TORCHRUN_ONE} {engines} run.name=deepspeed parallel.engine=deepspeed",
+                    checks=(learns("deepspeed"),),
+                ),
+            ),
+            cuda=True,
+            package="deepspeed",
+        ),
+        Chain(
+            "one billion parameters on real text",
+            (
+                Step(
+                    "python scripts/prepare_data.py {python_sources} --format text --out store "
+                    "--train-tokenizer 32768",
+                    checks=(leaves("store/tokenizer/tokenizer.json", 99_999),),
+                ),
+                Step(
+                    "python train.py configs/tessera_1b_a200m.yaml 'data.sources=[{path: store}]' "
+                    f"data.tokenizer_vocab_size=null run.name=real {real}",
+                    checks=(learns("real"), quiet, says("experts hopper|experts triton")),
+                ),
+            ),
+            cuda=True,
+        ),
+        Chain(
+            "dense model",
+            (
+                Step(
+                    f"{QUICKSTART} {dense} train.steps=20 run.name=dense {EVERY_5}",
+                    checks=(learns("dense"),),
+                ),
+                Step("python scripts/export_hf.py runs/dense dense/ --check"),
+            ),
+        ),
+        Chain(
+            "CUDA graph",
+            (
+                Step(f"{QUICKSTART} {graph} run.name=launched", checks=(learns("launched"),)),
+                Step(
+                    f"{QUICKSTART} {graph} run.name=captured train.cuda_graph=true",
+                    checks=(same_losses("launched", "captured"),),
+                ),
+            ),
+            cuda=True,
+        ),
+        Chain(
+            "estimate",
+            (
+                Step(
+                    "python scripts/estimate.py configs/tessera_1b_a200m.yaml --gpus 1 "
+                    "--gpu-memory 80",
+                    checks=(says("fits"),),
+                ),
+            ),
+        ),
+    ]
+
+
+def stopped_between(lab: Lab, output: str) -> None:
+    """The run was stopped before its end and resumed, so it has two attempts."""
+    from training.logging import read_lines
+
+    attempts = {line["attempt"] for line in read_lines(lab.folder / "runs/stopped/metrics.jsonl")}
+    if attempts != {0, 1}:
+        raise Failed(f"runs/stopped has attempts {sorted(attempts)}, expected 0 and 1")
+
+
+# ---- running them ------------------------------------------------------------------------------
+
+
+def words(command: str, values: dict[str, str]) -> list[str]:
+    """Arguments of a command as a shell would split it, with this machine's Python."""
+    for name, value in values.items():
+        command = command.replace("{" + name + "}", shlex.quote(value))
+    first, *rest = shlex.split(command)
+    if first == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", *rest]
+    return [sys.executable if first == "python" else first, *rest]
+
+
+def run_step(step: Step, lab: Lab, values: dict[str, str], log: Path) -> None:
+    """Run one command to its end; its output goes to `log`."""
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words(step.command, values),
+            cwd=lab.folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        deadline, asked = time.monotonic() + STEP_S, step.stop is None
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise Failed(f"took longer than {STEP_S:.0f} s")
+            if not asked and max(lab.losses(step.stop[1]), default=0) >= step.stop[2]:
+                process.send_signal(step.stop[0])
+                asked = True
+            time.sleep(0.02)
+    output = log.read_text(errors="replace")
+    if process.returncode != step.code:
+        last = " / ".join(line.strip() for line in output.splitlines()[-3:])
+        raise Failed(f"exit code {process.returncode} instead of {step.code}: {last[-400:]}")
+    for check in step.checks:
+        check(lab, output)
+
+
+def run_chain(chain: Chain, lab: Lab, values: dict[str, str]) -> str | None:
+    """Run a chain up to its first failure; what failed, if anything."""
+    for number, step in enumerate(chain.steps, start=1):
+        name = re.sub(r"\W+", "-", chain.name)
+        begin = time.monotonic()
+        problem = None
+        try:
+            run_step(step, lab, values, lab.folder / "logs" / f"{name}-{number}.log")
+        except Failed as error:
+            problem = str(error)
+        mark = "ok    " if problem is None else "FAILED"
+        print(f"{mark} {time.monotonic() - begin:5.1f} s  {chain.name}: {step.command}", flush=True)
+        if problem is not None:
+            print(f"       {problem}", flush=True)
+            return f"{chain.name}, command {number}"
+    return None
+
+
+def possible(chain: Chain, cuda: bool) -> str | None:
+    """Why this machine cannot run a chain; None if it can."""
+    if chain.cuda and not cuda:
+        return "needs a CUDA device"
+    if chain.package is not None and find_spec(chain.package) is None:
+        return f"{chain.package} is not installed"
+    return None
+
+
+def python_sources() -> str:
+    """A glob of English-like text that any machine with transformers has."""
+    import transformers
+
+    return str(Path(transformers.__file__).parent / "models" / "[a-d]*" / "*.py")
+
+
+def make_lab(folder: Path) -> Lab:
+    """A folder in which the README's commands can be typed as in the checkout."""
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "logs").mkdir()
+    return Lab(folder)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="smoke_gpu.sh", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="print the commands and end")
+    parser.add_argument("--only", default="", help="regular expression of chains to run")
+    parser.add_argument("--keep", type=Path, help="folder for runs and logs; must not exist")
+    options = parser.parse_args(arguments)
+
+    import torch
+
+    from training.config import git_commit
+
+    cuda = torch.cuda.is_available()
+    chosen = [chain for chain in chains() if re.search(options.only, chain.name)]
+    if not chosen:
+        parser.error(f"--only={options.only!r} matches none of {[c.name for c in chains()]}")
+    if options.list:
+        for chain in chosen:
+            print(f"# {chain.name}", *(step.command for step in chain.steps), sep="\n")
+        return 0
+    left_out = {chain.name: why for chain in chosen if (why := possible(chain, cuda)) is not None}
+    running = [chain for chain in chosen if chain.name not in left_out]
+
+    keep = options.keep is not None
+    folder = (
+        options.keep.expanduser().resolve() if keep else Path(tempfile.mkdtemp(prefix="smoke-"))
+    )
+    if keep:
+        if folder.exists():
+            parser.error(f"--keep={options.keep} exists")
+        folder.mkdir(parents=True)
+    begin = time.monotonic()
+    lab, values = make_lab(folder), {"python_sources": python_sources()}
+    # On a GPU chains mostly wait for compilers and the device; a CPU is busy with one.
+    workers = max(1, min(len(running), (os.cpu_count() or 1) // 2)) if cuda else 1
+    with ThreadPoolExecutor(workers) as pool:
+        done = pool.map(lambda chain: run_chain(chain, lab, values), running)
+        problems = [problem for problem in done if problem is not None]
+    for name, why in left_out.items():
+        print(f"left out: {name} ({why})")
+    if not keep and not problems:
+        shutil.rmtree(folder)
+    elif problems:
+        print(f"logs: {folder / 'logs'}")
+
+    import importlib.metadata
+
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "triton")
+        if find_spec(name) is not None
+    )
+    card = torch.cuda.get_device_name() if cuda else "no GPU"
+    told = f"FAILED ({'; '.join(problems)})" if problems else "passed"
+    seconds = time.monotonic() - begin
+    print(f"smoke_gpu: {told}, commit {git_commit()}, {card}, {versions}, {seconds:.0f} s")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
