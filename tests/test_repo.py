@@ -1,13 +1,14 @@
-"""Rules of the repository: layout, dependency directions, sizes, docstrings, documentation."""
+"""Rules of the repository: layout, dependency directions, docstrings, documentation.
+
+What a reader must hold in mind is in test_structure.py.
+"""
 
 import ast
-import io
 import os
 import re
 import runpy
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -95,33 +96,6 @@ def test_files_are_of_readable_size():
         and (lines := len(path.read_text(encoding="utf-8").splitlines())) > 600
     }
     assert not long
-
-
-def code_lines(path: Path) -> int:
-    """Lines with code: no blank ones, comments or docstrings, which nobody should save on."""
-    text = path.read_text(encoding="utf-8")
-    documentation = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            documentation |= set(range(node.lineno, node.end_lineno + 1))
-    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in (*silent, tokenize.ENDMARKER):
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    return len(lines - documentation)
-
-
-def test_the_package_stays_small():
-    """Outside kernels, which are long by nature, a person can still read all of it."""
-    total = sum(code_lines(path) for path in PACKAGE_SOURCES if "kernels" not in path.parts)
-    assert total < 17_100  # the aim is about 12,000
-
-
-def test_code_lines_counts_code(tmp_path):
-    path = tmp_path / "x.py"
-    path.write_text('"""Text.\n\nMore.\n"""\n\n# why\nx = [\n    1,  # one\n]\n\n\ny = "a"\n')
-    assert code_lines(path) == 4
 
 
 def test_every_package_says_what_lives_there():
