@@ -7,6 +7,11 @@
 No weights are made and no GPU is needed. Activations come from a replay of one micro-batch through
 the real code (training/memory.py); hours assume a share of the GPU's peak (--mfu), which is a guess
 until a run has shown its own. Exit code 0: it fits, 1: it does not, 2: a mistake in the config.
+
+    python scripts/estimate.py configs/tessera_1b_a200m.yaml --measure train.global_batch_size=16
+
+--measure trains a few steps of that config on this machine's GPU (on the bundled novel; one
+process) and compares: exit code 1 if the measured peak is more than 8 % from the estimated one.
 """
 
 from __future__ import annotations
@@ -18,11 +23,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
 from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
 
 GIB = 2**30
 # Part of a GPU's memory that the allocator can be expected to use before fragmentation bites.
 USABLE = 0.95
+# How far the peak of a run may be from the estimated one.
+TOLERANCE = 0.08
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -36,7 +45,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=float, help="GiB of one GPU; nothing: no verdict")
     parser.add_argument("--gpu", default="H100", help="model, for its peak speed (default H100)")
     parser.add_argument("--mfu", type=float, default=0.3, help="share of the peak (default 0.3)")
+    parser.add_argument("--measure", action="store_true", help="train here, and compare")
+    parser.add_argument("--steps", type=int, default=3, help="that --measure times, after two")
+    parser.add_argument(
+        "--breakdown", type=Path, metavar="FOLDER", help="--measure: what the peak consists of"
+    )
     options = parser.parse_intermixed_args(arguments)
+    if options.measure and options.gpus != 1:
+        parser.error(f"--measure is of one process; --gpus={options.gpus} must be 1")
+    if options.breakdown is not None and not options.measure:
+        parser.error("--breakdown needs --measure")
+    if options.steps < 1:
+        parser.error(f"--steps={options.steps} must be at least 1")
     for key, value in (("gpus", options.gpus), ("hosts", options.hosts)):
         if value < 1:
             parser.error(f"--{key}={value} must be at least 1")
@@ -108,11 +128,17 @@ def show(title: str, rows: list[tuple[str, str, str]]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if options.measure:
+        from scripts.bench_train import TEXT
+
+        options.overrides = [*TEXT, *options.overrides]
     try:
         config = load_config(options.config, options.overrides)
         # The figures are those of a GPU run, wherever they are computed.
         cuda = config.run.device != "cpu"
         plan = make_plan(config, options.gpus, cuda=cuda, hosts=options.hosts)
+        if options.measure and not (plan.device == "cuda" and torch.cuda.is_available()):
+            raise ConfigError("--measure needs a GPU on this machine, and run.device not cpu")
         print(plan.mesh.describe() if plan.engine else "one process")
     except ConfigError as error:
         fail(error)
@@ -187,7 +213,40 @@ def main(arguments: list[str] | None = None) -> int:
         ("Hugging Face folder", _gib(2 * (total + padding(config))), "GiB in bfloat16"),
     ]
     show(title, rows)
+    if options.measure:
+        return compare(options, config, plan, memory)
     return verdict(options, config, plan, memory)
+
+
+def compare(options: argparse.Namespace, config: Config, plan: Plan, memory) -> int:
+    """Train a few steps here and put what they took beside the estimate; the exit code."""
+    from scripts._measure_memory import measure
+    from training.device import peak_flops
+    from training.flops import flops_per_token
+    from training.logging import human_count
+
+    found = measure(config, plan, options.steps, options.breakdown)
+    estimated = memory.total - memory.context
+    ratio = found.peak / estimated
+    near = abs(ratio - 1) <= TOLERANCE
+    peak = peak_flops(torch.device("cuda"))
+    flops = flops_per_token(config.model.config, config.data.seq_len)
+    mfu = f"MFU {found.tokens_per_second * flops / peak:.1%}" if peak else "no peak is known"
+    show(
+        f"measured, GiB (torch {torch.__version__}, {torch.cuda.get_device_name()}, "
+        f"{'compiled' if plan.compile else 'not compiled'})",
+        [
+            ("between steps", _gib(found.states), f"estimated {_gib(memory.states)}"),
+            ("peak", _gib(found.peak), f"estimated {_gib(estimated)}"),
+            ("peak after two steps", _gib(found.steady), ""),
+            ("held by the allocator", _gib(found.reserved), ""),
+            ("context", _gib(found.context), f"estimated {_gib(memory.context)}"),
+            ("tokens per second", human_count(found.tokens_per_second), mfu),
+        ],
+    )
+    word = "within" if near else "NOT within"
+    print(f"measured / estimated peak: {ratio:.3f}, {word} {TOLERANCE:.0%}")
+    return 0 if near else 1
 
 
 def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> int:

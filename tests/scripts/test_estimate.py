@@ -270,6 +270,8 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
         (["--gpu", "Z9"], "--gpu='Z9' is not in the table"),
         (["train.step=3"], "did you mean train.steps?"),
         (["--mfu", "30"], "--mfu=30.0 must be above 0"),
+        (["--breakdown", "x"], "--breakdown needs --measure"),
+        (["--measure", "--gpus", "2"], "--gpus=2 must be 1"),
     ],
 )
 def test_mistakes_end_with_code_2(tmp_path, estimate, capsys, monkeypatch, words, message):
@@ -292,3 +294,23 @@ def test_a_folder_of_experts_of_different_widths_is_padded(script, tmp_path):
     run = SimpleNamespace(model=SimpleNamespace(config=config()))
     own = sum(parameter.numel() for parameter in model.parameters())
     assert written.bytes == 4 * (own + script("estimate").padding(run))
+
+
+def test_a5_what_was_allocated_at_the_peak():
+    from scripts._measure_memory import peak_table
+
+    here = [{"filename": __file__, "line": 1, "name": "f"}]
+    gib = 2**30
+    events = [
+        {"action": "alloc", "addr": 1, "size": gib, "frames": here},
+        {"action": "alloc", "addr": 2, "size": 2 * gib, "frames": here},
+        {"action": "free_requested", "addr": 1, "size": gib},
+        {"action": "free_completed", "addr": 1, "size": gib},
+        {"action": "alloc", "addr": 1, "size": 4 * gib, "frames": []},
+        {"action": "free_requested", "addr": 2, "size": 2 * gib},
+        {"action": "alloc", "addr": 3, "size": gib, "frames": here},
+    ]
+    first, large, _, small, place = peak_table(events).splitlines()
+    assert first.startswith("6.000 GiB in 2 blocks")
+    assert large.split()[0] == "4.000" and small.split()[0] == "2.000"
+    assert "tests/scripts/test_estimate.py:1 f" in place
