@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-if TYPE_CHECKING:
-    from models.transformer import Decoder
-
 Checkpointing = Literal["none", "full", "selective"]
 
 
-def apply_checkpointing(model: Decoder, mode: Checkpointing) -> None:
-    """Choose what backward recomputes instead of reading from memory.
+def apply_checkpointing(model: nn.Module, mode: Checkpointing) -> None:
+    """Choose what the backward pass of a `Decoder` recomputes instead of keeping.
 
     - none: nothing.
     - selective: the norms, rotations and casts of attention; results of its matrix products and of
@@ -46,8 +43,8 @@ def apply_checkpointing(model: Decoder, mode: Checkpointing) -> None:
         block.recompute_attention = mode == "selective"
 
 
-def compile_blocks(model: Decoder, *, changes: int = 0, **options: Any) -> None:
-    """Compile every block in place with `torch.compile(**options)`; all blocks share their code.
+def compile_blocks(model: nn.Module, *, changes: int = 0, **options: Any) -> None:
+    """Compile every block of a `Decoder` in place with `torch.compile(**options)`; all blocks share their code.
 
     The number of documents in a batch is marked as dynamic, so packing does not recompile.
 

@@ -270,7 +270,7 @@ def _apply(
     routing, x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
     slot_offsets_T1, slots_per_token, activation, save, backend, main_grads, output_sums=False,
 ):  # fmt: skip
-    x, w1_EHD, w2_EDN, b1_EH, b2_ED = _autocast(x, w1_EHD, w2_EDN, b1_EH, b2_ED)
+    x, w1_EHD, w2_EDN, b1_EH, b2_ED = autocast_as_linear(x, w1_EHD, w2_EDN, b1_EH, b2_ED)
     _check(x, w1_EHD, w2_EDN, b1_EH, b2_ED, offsets_E1, activation, save)
     main_w1, main_w2 = main_grads
     if backend == "spmm":
@@ -305,7 +305,7 @@ def _apply(
     )  # fmt: skip
 
 
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+def autocast_as_linear(*tensors: Tensor | None) -> list[Tensor | None]:
     """Casts as autocast does in front of a linear layer (everything floating but float64)."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

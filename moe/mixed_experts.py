@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.experts import _autocast
+from moe.experts import autocast_as_linear
 from moe.kernels import ragged
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_width
@@ -128,7 +128,7 @@ def mixed_experts(
         raise ValueError(
             f"x_TD has {x_TD.shape[0]} tokens, the routing was made for {routing.num_tokens}"
         )
-    x_TD, w1_PD, w2_UD = _autocast(x_TD, w1_PD, w2_UD)
+    x_TD, w1_PD, w2_UD = autocast_as_linear(x_TD, w1_PD, w2_UD)
     _check(x_TD, w1_PD, w2_UD, routing, widths, activation, save, backend)
     return _MixedExperts.apply(
         x_TD, w1_PD, w2_UD, routing.gates_S, routing.token_R, routing.slot_R, routing.row_S,

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import MoE, MoEConfig, Routing
-from moe.experts import experts
+from moe.experts import autocast_as_linear, experts
 from moe.kernels._triton import pick_backend
 from moe.metrics import RouterStats
 from moe.router_gradient import Dots, dense_gradient
@@ -243,7 +243,7 @@ class ParallelExperts(nn.Module):
 
         def finish(y_TD: Tensor, dots: Dots | None = None) -> Tensor | tuple[Tensor, Tensor]:
             if missing is not None:
-                rows = _autocast(x_TD)
+                (rows,) = autocast_as_linear(x_TD)
                 y_TD = dense_gradient(y_TD, *missing, rows, *weights, config.activation, dots)
             return (y_TD, sums_ED) if output_sums else y_TD
 
@@ -252,7 +252,8 @@ class ParallelExperts(nn.Module):
             return finish(y_TD if shared is None else y_TD + shared(x_TD))
 
         rank = self.mesh.place("expert")
-        rows_TD = _autocast(x_TD)
+        # Rows travel in the dtype in which the experts would read them.
+        (rows_TD,) = autocast_as_linear(x_TD)
         backend = pick_backend(config.kernels, rows_TD)
         if self.whole is not None:
             exchange = replace(self.whole, transport=self.transport)
@@ -437,11 +438,3 @@ def _host_group(mesh: Mesh) -> dist.ProcessGroup:
             ranks, backend="gloo", use_local_synchronization=True, group_desc="tessera_hosts"
         )
     return mesh.groups["expert_hosts"]
-
-
-def _autocast(x_TD: Tensor) -> Tensor:
-    """Rows travel in the dtype in which the experts would read them."""
-    device = x_TD.device.type
-    if torch.is_autocast_enabled(device) and x_TD.dtype != torch.float64:
-        return x_TD.to(torch.get_autocast_dtype(device))
-    return x_TD

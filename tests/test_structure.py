@@ -154,7 +154,6 @@ RULES = {
 STILL: dict[str, list[str]] = {
     "circles": [
         "models.config models.config_hf",
-        "models.execution models.transformer",
         "moe.balance moe.metrics",
         "moe.control moe.layer moe.router moe.router_checks moe.router_gradient moe.surgery",
         "moe.kernels.down_backward moe.kernels.down_forward moe.kernels.hopper._configs "
@@ -168,7 +167,6 @@ STILL: dict[str, list[str]] = {
         "training.config_surgery training.exactness training.layout training.schedule "
         "training.sparsity training.surgery_policy training.worth",
         "training.data.sources training.data.stream training.data.tokenizer training.data.writer",
-        "training.job training.run",
     ],
     "private names": [
         "models.config_hf < models.config._HF_TOKEN_IDS",
@@ -180,8 +178,6 @@ STILL: dict[str, list[str]] = {
         "moe.kernels.ragged < moe.kernels.up_forward._finish",
         "moe.kernels.ragged < moe.kernels.up_forward._product",
         "moe.kernels.ragged < moe.kernels.weight_gradient._operand",
-        "moe.mixed_experts < moe.experts._autocast",
-        "training.gradients < training.adamw._widen",
     ],
     "hidden imports": [
         "models > models.documents",

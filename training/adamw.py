@@ -128,7 +128,8 @@ def _mix(x):
 
 
 @triton.jit
-def _widen(x):
+def widen(x):
+    """float32 of a bfloat16 that came as int16; anything else as it is."""
     if x.dtype == tl.int16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -160,10 +161,10 @@ def _adamw_kernel(
         # the kernel waits for arithmetic as much as for memory: no division that can be avoided
         unroot = 1.0 / tl.load(numbers_ptr + 2)
         unscale = 1.0 / tl.load(numbers_ptr + 3)
-        g = _widen(tl.load(gradient_ptr + places, mask=mask, other=0)) * unscale
-        w = _widen(tl.load(weight_ptr + places, mask=mask, other=0))
-        m = _widen(tl.load(m_ptr + places, mask=mask, other=0))
-        v = _widen(tl.load(v_ptr + places, mask=mask, other=0))
+        g = widen(tl.load(gradient_ptr + places, mask=mask, other=0)) * unscale
+        w = widen(tl.load(weight_ptr + places, mask=mask, other=0))
+        m = widen(tl.load(m_ptr + places, mask=mask, other=0))
+        v = widen(tl.load(v_ptr + places, mask=mask, other=0))
         m = m + (g - m) * rest1
         v = v * beta2 + g * g * rest2
         w = w * decay - step_size * m / (tl.sqrt(v) * unroot + eps)

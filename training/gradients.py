@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from moe.kernels._triton import cdiv, launch, on_device, pick_backend, tl, triton
-from training.adamw import _widen, bits
+from training.adamw import bits, widen
 
 
 @triton.jit
 def _collect_kernel(total_ptr, gradient_ptr, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = places < size
-    value = _widen(tl.load(gradient_ptr + places, mask=mask, other=0))
+    value = widen(tl.load(gradient_ptr + places, mask=mask, other=0))
     if ADD:
         value += tl.load(total_ptr + places, mask=mask, other=0.0)
     tl.store(total_ptr + places, value, mask=mask)
@@ -58,7 +58,7 @@ def collect(total: Tensor, gradient: Tensor, add: bool, backend: str = "auto") -
 def _squares_kernel(buffer_ptr, sums_ptr, size, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     places = program * BLOCK + tl.arange(0, BLOCK)
-    value = _widen(tl.load(buffer_ptr + places, mask=places < size, other=0))
+    value = widen(tl.load(buffer_ptr + places, mask=places < size, other=0))
     tl.store(sums_ptr + program, tl.sum(value * value, axis=0))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from training.health import Alarms
 from training.loop import LastCounts, Window
+from training.run import Progress, Run
 
 if TYPE_CHECKING:
     import torch
@@ -21,19 +22,6 @@ if TYPE_CHECKING:
     from training.logging import RunLog
     from training.optim import MasterAdamW
     from training.probe import Probe
-    from training.run import Run
-
-
-@dataclass
-class Progress:
-    """How far a run is."""
-
-    step: int = 0
-    """Finished steps, skipped ones included."""
-    tokens: int = 0
-    """Valid tokens in them."""
-    position: dict[str, Any] = field(default_factory=dict)
-    """State of the data after them."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from parallel import World, from_main
 from training.checkpoint import newest, read_state
 from training.config_load import ConfigError
 from training.data.lock import disk_errors
-from training.job import Progress
 from training.logging import EVENTS, METRICS, holds_run, read_lines
 
 if TYPE_CHECKING:
@@ -37,6 +36,18 @@ if TYPE_CHECKING:
 # knows by content, so files may move.
 FIXED = ("model", "run.seed", "surgery.start_experts")
 FREE = ("model.kernels", "model.save", "model.hf_config", "model.init_from")
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    """Finished steps, skipped ones included."""
+    tokens: int = 0
+    """Valid tokens in them."""
+    position: dict[str, Any] = field(default_factory=dict)
+    """State of the data after them."""
 
 
 @dataclass(frozen=True)
