@@ -44,7 +44,7 @@ def apply_checkpointing(model: nn.Module, mode: Checkpointing) -> None:
 
 
 def compile_blocks(model: nn.Module, *, changes: int = 0, **options: Any) -> None:
-    """Compile every block of a `Decoder` in place with `torch.compile(**options)`; all blocks share their code.
+    """Compile every block of a `Decoder` in place with `torch.compile(**options)`; they share code.
 
     The number of documents in a batch is marked as dynamic, so packing does not recompile.
 
