@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,14 @@ from moe.rounding import RoundingConfig
 from parallel import World
 from parallel.engine import AdamSettings, check_replicas, make_engine
 from parallel.mesh import build_mesh
-from training.checkpoint import Snapshot, load_tensors, read_rng, read_state, stored_tensors
+from training.checkpoint import (
+    Snapshot,
+    load_tensors,
+    read_rng,
+    read_state,
+    stored_tensors,
+    unreadable,
+)
 from training.config_load import ConfigError
 from training.config_surgery import importance, start_experts, uses_families
 from training.data.sources import store_tokenizers
@@ -398,9 +406,15 @@ def restore_random_states(checkpoint: Path, world: World, seed: int) -> None:
     """Set the random states of this process as they were.
 
     A process that did not exist when they were saved seeds its own from its rank and the step.
+
+    Raises:
+        CheckpointError: the file holds anything but plain states.
     """
     rng = read_rng(checkpoint, world.rank)
     if rng is not None:
-        restore_rng(rng)
+        try:
+            restore_rng(rng)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise unreadable(checkpoint, f"random states of process {world.rank}", error) from None
     else:
         seed_all(seed + read_state(checkpoint)["step"], world.rank)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import queue
 import shutil
 import threading
@@ -44,6 +45,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel import World, from_main, gather
 from parallel.flat_shard import ShardLoadPlanner, ShardSavePlanner, local_of, with_local
+from training.checkpoint_metadata import MetadataError, Reader, read_metadata
 from training.logging import DISK_FULL
 
 # One process needs no process group, and says so on purpose (no_dist=True).
@@ -521,16 +523,30 @@ def read_rng(folder: Path, rank: int) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
+def unreadable(folder: Path, what: str, error: BaseException) -> CheckpointError:
+    """An error of reading, in one line."""
+    told = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return CheckpointError(f"{what} of checkpoint {folder} cannot be read ({told})")
+
+
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Name → size and dtype of the (flat) tensors in a checkpoint."""
-    return dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    """Name → size and dtype of the (flat) tensors in a checkpoint.
+
+    Raises:
+        CheckpointError: its description holds anything but tensors, as a crafted one may.
+    """
+    try:
+        return dict(read_metadata(folder).state_dict_metadata)
+    except MetadataError as error:
+        raise CheckpointError(f"checkpoint {folder} is refused: its {error}") from None
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors (or any views) by name; no process waits for another.
 
     Raises:
-        CheckpointError: a name that is not stored, or of another size.
+        CheckpointError: a name that is not stored, or of another size; or files that do not hold
+            plain tensors.
     """
     stored = stored_tensors(folder)
     wrong = [
@@ -543,12 +559,18 @@ def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(
             f"checkpoint {folder} does not fit this model: {'; '.join(wrong[:3])}{more}"
         )
-    dcp.load(
-        dict(tensors),
-        storage_reader=dcp.FileSystemReader(folder),
-        planner=ShardLoadPlanner(),
-        no_dist=True,
-    )
+    try:
+        dcp.load(
+            dict(tensors),
+            storage_reader=Reader(folder),
+            planner=ShardLoadPlanner(),
+            no_dist=True,
+        )
+    except CheckpointException as error:  # a BaseException, which holds the error proper
+        inner, _ = next(iter(error.failures.values()))
+        if not isinstance(inner, (pickle.UnpicklingError, RuntimeError, EOFError, OSError)):
+            raise inner from None
+        raise unreadable(folder, "tensors", inner) from inner
 
 
 def _count(entry: TensorStorageMetadata | None) -> str:

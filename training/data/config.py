@@ -57,6 +57,8 @@ class SourceConfig(Strict):
             for key in ("subset", "split", "files"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is read only with hub, and this source has a path")
+        elif self.hub == "pandas":
+            raise ValueError("hub=pandas reads pickles, which can run code; save them as parquet")
         elif self.hub in _BUILDERS and self.files is None:
             raise ValueError(f"hub={self.hub} is a file format of `datasets`: name its files")
         elif self.format != "auto":
