@@ -65,7 +65,8 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
         data.load_state_dict(progress.position)
     else:
         progress.position = data.state_dict()
-    steps = total_steps(config, data.rows_per_epoch)
+    rows = progress.position["rows"]
+    steps = total_steps(config, data.rows_per_epoch, step=progress.step, rows=rows)
     check_routers(config, steps)
 
     if world.main:  # only now: a refused start leaves the files of earlier ones alone
@@ -181,16 +182,13 @@ def train(job: Job, stop: StopRequest) -> int:
 def evaluate(job: Job) -> dict[str, float]:
     """Validation metrics, and a sample of text on the screen and in events.jsonl."""
     evaluation = job.config.eval
-    # the configured size, whatever the layout makes of it: the same rows on any number of ranks
-    size = job.config.train.micro_batch_size
-    most = None if evaluation.batches is None else evaluation.batches * size
 
     def measure() -> dict[str, float]:
         sources = job.data.validation(
             micro_batch_size=job.plan.micro_batch_size,
             rank=job.world.rank,
             world=job.world.size,
-            most_rows=most,
+            most_rows=evaluation.rows,
         )
         return validate(job.model, sources, world=job.world, device=job.device)
 

@@ -307,9 +307,9 @@ class EvalConfig(Strict):
 
     every_steps: Positive | None = 250
     """Steps between validations; empty: never, and then `sample_prompt` must be empty too."""
-    batches: Positive | None = 16
-    """Micro-batches of `train.micro_batch_size` rows that one validation reads of each source, over
-    all processes together; empty: all."""
+    rows: Positive | None = 128
+    """Rows of `data.seq_len` tokens that one validation reads of each source, over all processes
+    together; empty: all."""
     sample_prompt: str | None = None
     """Text that the model goes on with at every validation; empty: none."""
     sample_tokens: Positive = 64

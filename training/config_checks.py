@@ -55,7 +55,7 @@ _UNSET = {
     "surgery.policy": "surgery.every surgery.dry_run surgery.retire_below surgery.retire_after "
     "surgery.cooldown",
     "checkpoint.every_steps": "checkpoint.keep_last",  # there is only one
-    "eval.every_steps": "eval.batches eval.sample_prompt eval.sample_tokens",
+    "eval.every_steps": "eval.rows eval.sample_prompt eval.sample_tokens",
     "eval.sample_prompt": "eval.sample_tokens",
 }
 # What works with one value of another setting alone.
@@ -134,7 +134,7 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "without text to validate on (data.validation_sources or data.validation_fraction)",
         lambda c: not c.data.validation_sources and not c.data.validation_fraction,
-        "eval.batches",
+        "eval.rows",
     ),
 )
 

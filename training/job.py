@@ -48,6 +48,8 @@ class Job:
     read: Window | None = None
     """What the last log step read."""
     alarms: Alarms = field(default_factory=Alarms)
+    not_finite: int = 0
+    """Steps in a row up to the last log line that were skipped because they are not finite."""
     load_at: int = -1
     """Step of the last line of load.jsonl; -1: none in this attempt."""
     pictured_at: int = 0

@@ -18,6 +18,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +115,13 @@ def open_run(config: Config, world: World) -> Run:
 MOST_EPOCHS_A_STEP = 1000  # a mistyped batch size; the places of a step's rows are held in memory
 
 
-def total_steps(config: Config, rows_per_epoch: int | None) -> int:
-    """Optimizer steps of the whole run.
+def total_steps(config: Config, rows_per_epoch: int | None, *, step: int = 0, rows: int = 0) -> int:
+    """Optimizer steps of the whole run. With `train.epochs`, those that are done and as many as
+    the rest of the rows needs: earlier steps may have had another batch size.
+
+    Args:
+        step: of the checkpoint that the run resumes from.
+        rows: that the steps up to there have taken.
 
     Raises:
         ConfigError: the length is given in epochs, and that of an epoch is not known; or a step
@@ -134,7 +140,9 @@ def total_steps(config: Config, rows_per_epoch: int | None) -> int:
             f"train.epochs={train.epochs} needs a known number of rows, which data.stream=true "
             f"does not have at the start; give train.steps"
         )
-    steps = math.ceil(train.epochs * rows_per_epoch / train.global_batch_size)
+    # As written: the float 0.1 is more than a tenth, and ceil would add a step.
+    left = Fraction(str(train.epochs)) * rows_per_epoch - rows
+    steps = step + max(0, math.ceil(left / train.global_batch_size))
     if config.optim.warmup_steps >= steps:
         raise ConfigError(
             f"optim.warmup_steps={config.optim.warmup_steps} must be below the {steps} steps that "

@@ -35,6 +35,8 @@ LOAD_LINES = 200
 """Lines of load.jsonl in a run: its size does not grow with the length of the run."""
 PICTURE_SETS = 20
 """Times that pictures go to Weights & Biases."""
+MOST_NOT_FINITE = 20
+"""Steps in a row that are not finite, after which a run is given up."""
 PLOT_EVERY_S = 60.0
 """Drawing takes seconds, during which the other processes wait."""
 
@@ -168,7 +170,8 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
     line.
 
     Raises:
-        RunFailed: a step was not finite and `optim.on_nonfinite` is stop.
+        RunFailed: a step was not finite and `optim.on_nonfinite` is stop, or so many in a row
+            were not that the run is lost.
     """
     if not results:
         job.read = None
@@ -222,7 +225,31 @@ def window(job: Job, results: Sequence[StepResult], pace: Pace) -> dict[str, Any
             f"loss or gradients of step {skipped[0].step} are not finite and "
             f"optim.on_nonfinite=stop; the batch's rows are in {job.run.folder / 'events.jsonl'}"
         )
+    if (lost := _lost(job, read)) is not None:
+        job.log.metrics(metrics)
+        raise RunFailed(lost)
     return metrics
+
+
+def _lost(job: Job, read: Window) -> str | None:
+    """Why the run cannot come to anything, if it cannot: a step that is not finite changes no
+    weight, so the next one starts from the same weights, and many in a row are for ever."""
+    bad = {skipped.step for skipped in read.skipped if skipped.reason == "not finite"}
+    for step in read.losses:
+        job.not_finite = job.not_finite + 1 if step in bad else 0
+    step = job.progress.step
+    at_end = step == job.steps and job.not_finite > job.steps / 2
+    if job.not_finite < MOST_NOT_FINITE and not at_end:
+        return None
+    causes = [f"optim.lr={job.config.optim.lr:g}"]
+    if job.not_finite == step:  # not one step was applied
+        causes.append(f"model.initializer_range={job.model.config.initializer_range:g}")
+    return (
+        f"all of the last {job.not_finite} steps up to step {step} were skipped, because their "
+        f"loss or gradients are not finite: the model learns nothing. Lower {' or '.join(causes)}; "
+        "the same command resumes from the last checkpoint if there is one, another run.name "
+        "starts anew"
+    )
 
 
 def _router_changes(job: Job, losses: dict[int, float]) -> None:

@@ -29,7 +29,7 @@ WORDS = (
     "checkpoint.every_steps=2",
     "checkpoint.keep_last=null",
     "eval.every_steps=null",
-    "eval.batches=16",
+    "eval.rows=128",
 )
 LAYOUTS = {
     "experts over two": ("parallel.nodes=2", "parallel.expert=2"),

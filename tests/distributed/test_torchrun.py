@@ -47,7 +47,7 @@ def settings(config: Path, name: str) -> list[str]:
     return [
         str(ROOT / "train.py"), str(config), f"run.name={name}", f"train.steps={STEPS}",
         "train.micro_batch_size=1", "checkpoint.every_steps=2", "eval.every_steps=null",
-        "eval.batches=16", "parallel.timeout_s=10",
+        "eval.rows=128", "parallel.timeout_s=10",
     ]  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def words(folder):
     """A run with events, wide enough for tiles, without what else would be compiled."""
     keys = ("hidden_size", "moe_intermediate_size", "head_dim")
     wide = [f"model.{key}={WIDE[key]}" for key in keys]
-    more = ["run.device=cuda", "train.steps=9", "eval.every_steps=null", "eval.batches=16"]
+    more = ["run.device=cuda", "train.steps=9", "eval.every_steps=null", "eval.rows=128"]
     return [str(write_inputs(folder / "inputs")), *GLM, *wide, EVENTS, *more]
 
 

@@ -60,7 +60,7 @@ def small(config: Path, folder: Path) -> list[str]:
         "checkpoint.every_steps=null",
         "checkpoint.keep_last=3",
         "eval.every_steps=6",
-        "eval.batches=1",
+        "eval.rows=8",
         "eval.sample_prompt=null",
         "eval.sample_tokens=64",
         "log.plots=false",
@@ -129,7 +129,7 @@ def test_an_arm_trains_and_is_exported_or_refused(arm, inputs, script, tmp_path,
     given_steps = [f"{key}={step}" for key, step in early.items()]
     steps = 20 if "router.top_k_schedule=geometric" in words else 3
     here = [f"run.dir={tmp_path}", "run.name=arm", f"train.steps={steps}", "eval.every_steps=null"]
-    given = [*small(base, inputs), *words, *tiles, *given_steps, *here, "eval.batches=16"]
+    given = [*small(base, inputs), *words, *tiles, *given_steps, *here, "eval.rows=128"]
     assert train.main([str(base), *given]) == 0
     latest, target = tmp_path / "arm" / "checkpoints" / "latest", tmp_path / "hf"
     capsys.readouterr()

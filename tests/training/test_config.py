@@ -205,8 +205,8 @@ MISTAKES = [
     ("optim.schedule=constant optim.min_lr_ratio=0.1", "with optim.schedule=constant"),
     ("optim.schedule=cosine optim.decay_fraction=0.5", "with optim.schedule=cosine"),
     ("checkpoint.every_steps=null checkpoint.keep_last=1", "without checkpoint.every_steps"),
-    ("eval.every_steps=null eval.batches=2", "eval.batches=2 has no effect without"),
-    ("eval.batches=2", "eval.batches=2 has no effect without text to validate on"),
+    ("eval.every_steps=null eval.rows=2", "eval.rows=2 has no effect without"),
+    ("eval.rows=2", "eval.rows=2 has no effect without text to validate on"),
     (
         "eval.every_steps=null eval.sample_prompt=A",
         "eval.every_steps; give eval.sample_prompt=null",
@@ -412,8 +412,8 @@ def test_sections_must_be_mappings(tmp_path, file, text):
 
 def test_empty_sections_are_defaults(tmp_path, file):
     path = tmp_path / "tiny.yaml"
-    path.write_text(file.read_text() + "eval:\n  # batches: 3\nlog:\n")
-    assert load_config(path).eval.batches == load_config(file).eval.batches == 16
+    path.write_text(file.read_text() + "eval:\n  # rows: 3\nlog:\n")
+    assert load_config(path).eval.rows == load_config(file).eval.rows == 128
 
 
 def test_what_is_missing_is_named(tmp_path):

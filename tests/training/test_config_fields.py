@@ -289,7 +289,7 @@ TURNED = {
     "checkpoint.keep_last": "checkpoint.keep_last=7",
     "checkpoint.async_save": "checkpoint.async_save=false",
     "eval.every_steps": "eval.every_steps=5",
-    "eval.batches": "eval.batches=1",
+    "eval.rows": "eval.rows=1",
     "eval.sample_prompt": "eval.sample_prompt=whale",
     "eval.sample_tokens": "eval.sample_tokens=3 eval.sample_prompt=whale",
     "log.every_steps": "log.every_steps=3",

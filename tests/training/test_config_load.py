@@ -118,7 +118,7 @@ def test_overrides_reach_new_sections_lists_and_list_items():
         [
             "data.sources.1.path=c",
             "--optim.betas=[0.8, 0.9]",
-            "eval.batches=3",
+            "eval.rows=3",
             "a.b=x=y",
             "a.c={k: 1}",
             "b.list.0.k=1",
@@ -129,7 +129,7 @@ def test_overrides_reach_new_sections_lists_and_list_items():
     assert values == {
         "data": {"sources": [{"path": "a"}, {"path": "c"}]},
         "optim": {"betas": [0.8, 0.9]},
-        "eval": {"batches": 3},
+        "eval": {"rows": 3},
         "a": {"b": "x=y", "c": {"k": 1}},
         "b": {"list": [{"k": 1}, {"k": 2}]},
     }
@@ -187,7 +187,7 @@ NAMES = {
     "": ["train", "optim", "eval"],
     "train": ["steps", "num_epochs", "compile"],
     "optim": ["lr", "weight_decay"],
-    "eval": ["every_steps", "batches"],
+    "eval": ["every_steps", "rows"],
     "data.sources": ["path", "weight"],
 }
 
@@ -202,7 +202,7 @@ NAMES = {
         ("", "optm", "did you mean optim?"),
         ("", "weight-decay", "did you mean optim.weight_decay?"),
         ("train", "lr", "unknown key train.lr=1; did you mean optim.lr?"),
-        ("train", "batchs", "did you mean eval.batches?"),
+        ("train", "row", "did you mean eval.rows?"),
         ("data.sources", "pth", "did you mean data.sources.path?"),
         ("optim", "zzzz", "valid names in optim: lr, weight_decay"),
     ],

@@ -137,7 +137,7 @@ def test_a_bias_that_acts_is_not_dropped_from_initial_weights(
     tiny_config, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    words = [str(tiny_config), "train.steps=4", "eval.every_steps=null", "eval.batches=16"]
+    words = [str(tiny_config), "train.steps=4", "eval.every_steps=null", "eval.rows=128"]
     bias = ["router.bias_update=sign", "router.exportable=false"]
     assert train.main([*words, *bias, "run.name=biased"]) == 0
     words.append("model.init_from=runs/biased")
@@ -162,7 +162,7 @@ def test_a_run_does_not_go_on_without_what_its_model_computes_with(
     tiny_config, monkeypatch, tmp_path, capsys, knobs, lost
 ):
     monkeypatch.chdir(tmp_path)
-    words = [str(tiny_config), "eval.every_steps=null", "eval.batches=16"]
+    words = [str(tiny_config), "eval.every_steps=null", "eval.rows=128"]
     assert train.main([*words, *knobs, "router.exportable=false", "train.steps=4"]) == 0
     capsys.readouterr()
     assert train.main([*words, "train.steps=5"]) == 2

@@ -93,7 +93,7 @@ def test_calibration_draws_nothing_of_the_run(tiny_config, monkeypatch, tmp_path
 
     monkeypatch.setattr(train, "calibrate", calibrate)
     words = ["router.bias_freeze_at=1", "router.calibrate_bias=true", "router.jitter=0.1"]
-    words += [*QUANTILE, "train.steps=4", "eval.every_steps=null", "eval.batches=16"]
+    words += [*QUANTILE, "train.steps=4", "eval.every_steps=null", "eval.rows=128"]
     assert train.main([str(tiny_config), *words, "run.name=calibrated"]) == 0
     assert len(states) == 2
     assert torch.equal(*states)

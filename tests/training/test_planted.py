@@ -46,7 +46,7 @@ def words(tiny_config, tmp_path_factory):
     given += [f"model.init_from={folder}", f"train.steps={STEPS}", "optim.lr=1e-3"]
     # too weak to bring it back in so few steps
     given += ["router.balance_coef=0.001", "checkpoint.every_steps=null"]
-    return [str(tiny_config), *given, "eval.every_steps=null", "eval.batches=16"]
+    return [str(tiny_config), *given, "eval.every_steps=null", "eval.rows=128"]
 
 
 def run(name, words, folder, code=0):

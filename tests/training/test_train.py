@@ -20,24 +20,13 @@ import torch
 
 import train
 from models.transformer import Decoder
+from tests.training.conftest import STEPS
 from training import health, logging, status
 from training.checkpoint import MANIFEST, damage, read_state, read_weights
 from training.logging import read_lines, read_metrics
 from training.schedule import learning_rate
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-STEPS = 12
-
-
-@pytest.fixture
-def run(tiny_config, tmp_path, monkeypatch, capsys):
-    """run(*overrides) → exit code; runs lie in tmp_path/runs."""
-    monkeypatch.chdir(tmp_path)
-
-    def start(*overrides: str) -> int:
-        return train.main([str(tiny_config), f"train.steps={STEPS}", *overrides])
-
-    return start
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +132,7 @@ def test_the_same_command_gives_the_same_bits(run, whole, tmp_path):
 
 def test_evaluation_and_saving_change_nothing(run, whole, tmp_path):
     """Without validation, without checkpoints but the last, and with saves that block."""
-    assert run("run.name=plain", "eval.every_steps=null", "eval.batches=16") == 0
+    assert run("run.name=plain", "eval.every_steps=null", "eval.rows=128") == 0
     keys = ("loss", "grad_norm", "lr", "tokens")
     plain = tmp_path / "runs" / "plain"
     assert by_step(plain, *keys) == by_step(whole, *keys)
@@ -158,7 +147,7 @@ def test_evaluation_and_saving_change_nothing(run, whole, tmp_path):
 
 def test_plots_are_drawn_and_cannot_fail_the_run(run, tmp_path, monkeypatch, capsys):
     arguments = ("train.steps=2", "optim.warmup_steps=0", "eval.every_steps=null")
-    arguments += ("eval.batches=16", "log.plots=true")
+    arguments += ("eval.rows=128", "log.plots=true")
     assert run("run.name=drawn", *arguments) == 0
     assert (tmp_path / "runs/drawn/plots/loss.png").read_bytes()[1:4] == b"PNG"
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)

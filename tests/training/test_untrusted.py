@@ -120,7 +120,7 @@ def test_c18_crafted_tensors_and_random_states_do_not_run(folder, tmp_path, caps
         part = slice(place.offset, place.offset + place.length)
         spoiled[part] = crafted.getvalue().ljust(place.length, b"\0")
     replace(folder, data.name, bytes(spoiled))
-    with pytest.raises(CheckpointError, match="tensors of checkpoint .* cannot be read"):
+    with pytest.raises(CheckpointError, match=r"tensors of checkpoint .* cannot be read"):
         read_weights(folder)
     assert not mark.exists()
 

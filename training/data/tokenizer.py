@@ -149,9 +149,7 @@ def _through_transformers(name: str, eos_token: str | None, bos_token: str | Non
 
     try:
         with quiet_hub():
-            loaded = AutoTokenizer.from_pretrained(
-                name, use_fast=True, trust_remote_code=False
-            )
+            loaded = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
         with tempfile.TemporaryDirectory() as folder:
             loaded.save_pretrained(folder)
             if not (Path(folder) / "tokenizer.json").is_file():

@@ -1,0 +1,89 @@
+"""What a whole run comes to: how long it is, what it is measured on, and when it is given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import train
+from tests.training.test_train import before_step, break_loss, by_step, events
+from training.checkpoint import read_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("limit", ["5", "null"])
+def test_c4_validation_rows_do_not_depend_on_micro_batch(run, tmp_path, monkeypatch, limit):
+    seen: list[tuple] = []
+    validate = train.validate
+
+    def watched(model, sources, **options):
+        batches = {name: list(rows) for name, rows in sources.items()}
+        found = [row for rows in batches.values() for b in rows for row in b.rows if row[0] >= 0]
+        seen.append((sorted(found), sum(b.num_targets for rows in batches.values() for b in rows)))
+        return validate(model, batches, **options)
+
+    monkeypatch.setattr(train, "validate", watched)
+    settings = ("train.steps=1", "optim.warmup_steps=0", f"eval.rows={limit}")
+    for batch, micro in ((4, 1), (4, 2), (4, 4), (6, 3), (1, 1)):
+        sizes = (f"train.global_batch_size={batch}", f"train.micro_batch_size={micro}")
+        assert run(f"run.name=v{limit}-{batch}-{micro}", *settings, *sizes) == 0
+    assert all(rows == seen[0] for rows in seen[1:])
+    assert limit == "null" or len(seen[0][0]) == 5
+    loss = [by_step(tmp_path / f"runs/v{limit}-4-{n}", "val_loss")[1][0] for n in (1, 2, 4)]
+    assert loss == pytest.approx([loss[0]] * 3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "cause"),
+    [("model.initializer_range=1e20", "or model.initializer_range=1e+20"), ("optim.lr=1e12", "")],
+)
+def test_c2_a_run_whose_steps_are_all_skipped_fails_early(run, tmp_path, capsys, setting, cause):
+    settings = (setting, "train.steps=60", "log.every_steps=10", "checkpoint.every_steps=40")
+    settings += ("eval.every_steps=null", "eval.rows=128", "optim.warmup_steps=0")
+    assert run("run.name=lost", *settings) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "steps up to step 30 were skipped" in line or "up to step 20 were skipped" in line
+    assert "loss or gradients are not finite" in line and "Lower optim.lr=" in line
+    assert cause in line
+    folder = tmp_path / "runs/lost"
+    assert not (folder / "checkpoints").exists() and not events(folder, "done")
+    # a run that ends before it is sure
+    assert run("run.name=short", *settings, "train.steps=6") == 1
+    assert "steps up to step 6 were skipped" in capsys.readouterr().err
+    assert not (tmp_path / "runs/short/checkpoints").exists()
+
+
+def test_c2_some_skipped_steps_do_not_fail_a_run(run, monkeypatch):
+    break_loss(monkeypatch, {3, 4, 5, 6, 7, 10, 11, 12}, float("nan"))
+    assert run("run.name=some") == 0
+
+
+@pytest.mark.parametrize(("first", "then"), [(4, 8), (8, 4), (4, 1)])
+def test_c3_epochs_are_those_of_the_rows_whatever_the_batch(
+    run, tmp_path, monkeypatch, first, then
+):
+    epoch: list[int] = []
+    count = train.total_steps
+
+    def counted(config, rows_per_epoch, **options):
+        epoch.append(rows_per_epoch)
+        return count(config, rows_per_epoch, **options)
+
+    monkeypatch.setattr(train, "total_steps", counted)
+    words = ("run.name=epochs", "train.steps=null", "train.epochs=2", "optim.warmup_steps=1")
+    words += ("train.micro_batch_size=1", "eval.every_steps=null", "eval.rows=128")
+    root = tmp_path / "runs/epochs/checkpoints"
+    with monkeypatch.context() as patch:
+        before_step(patch, 3, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        assert run(*words, f"train.global_batch_size={first}") == 75
+    assert read_state((root / "latest").resolve())["data"]["rows"] == 3 * first < epoch[0] * 2
+    assert run(*words, f"train.global_batch_size={then}") == 0
+    state = read_state((root / "latest").resolve())
+    taken = state["data"]["rows"]
+    assert taken == 3 * first + (state["step"] - 3) * then
+    assert 2 * epoch[0] <= taken < 2 * epoch[0] + then
+    assert run(*words, f"train.global_batch_size={then}") == 0, "finished: no step more"
+    assert read_state((root / "latest").resolve()) == state
