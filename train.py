@@ -3,8 +3,8 @@
     python train.py CONFIG [section.key=value ...]
     torchrun --standalone --nproc-per-node=N train.py CONFIG [section.key=value ...]
 
-CONFIG is a YAML file (default: configs/quickstart.yaml); every setting is explained in
-docs/configuration.md. The same command again goes on from the last good checkpoint.
+CONFIG is a YAML file, for example configs/quickstart.yaml; every setting is explained in
+docs/configuration.md. The same command again resumes from the last good checkpoint.
 
 Exit codes: 0 done; 2 a mistake in the config or the data; 75 stopped on request (SIGTERM, Ctrl+C)
 with a checkpoint saved; 1 anything else.
@@ -30,7 +30,7 @@ from training import faults, status
 from training.assemble import make_trainee, model_config, restore_random_states, snapshot
 from training.checkpoint import CheckpointError, Saver
 from training.config import Config, Plan, field_names, load_config, make_plan, write_resolved
-from training.config_load import read_words
+from training.config_load import ConfigError, read_words
 from training.config_routers import check_routers
 from training.data import DataError, build_data, load_tokenizer
 from training.device import open_device, seed_all, setup_determinism
@@ -242,15 +242,25 @@ def finish(job: Job, stopped: bool) -> int:
 # ---- the program -------------------------------------------------------------------------------
 
 
+EXAMPLE = "python train.py configs/quickstart.yaml train.steps=50"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Train as the command line says; the exit code."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return faults.DONE
+    if not arguments:
+        if launched_rank() == 0:
+            print(__doc__, file=sys.stderr)
+        return faults.USER_ERROR
     world = World()
     try:
         world = World(rank=launched_rank())  # until it is known
-        config = load_config(*read_words(arguments, field_names()))
+        path, overrides = read_words(arguments, field_names())
+        if path is None:
+            raise ConfigError(f"train.py needs a config file, for example: {EXAMPLE}")
+        config = load_config(path, overrides)
         plan = make_plan(config, launched_size(), hosts=launched_hosts())
         plan.offload.check_folder()
         world = start(plan.device, config.parallel.timeout_s)

@@ -37,6 +37,7 @@ from torch import Tensor
 from models.attention import causal_attention, packed_attention
 from models.documents import Documents
 from training.config import ConfigError, load_config, make_plan
+from training.config_load import expand_home, user_path
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -157,11 +158,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config")
+    parser.add_argument("config", type=expand_home)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_attention"))
+    parser.add_argument("--out", type=user_path, default=Path("runs/bench_attention"))
     args = parser.parse_intermixed_args(arguments)
     rows = [f"train.{key}_batch_size={args.rows}" for key in ("global", "micro")]
     try:

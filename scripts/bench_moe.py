@@ -60,6 +60,7 @@ from scripts._moe_layers import (
     operands,
     relative_error,
 )
+from training.config_load import user_path
 
 SHAPES = {  # T, D, N, E, K
     "7B n=256": (24576, 1536, 256, 128, 8),
@@ -528,7 +529,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-bound", dest="bound", action="store_false")
     parser.add_argument("--seconds", type=float, default=300, help="stop starting rows after this")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_moe"))
+    parser.add_argument("--out", type=user_path, default=Path("runs/bench_moe"))
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
     args.deadline = time.perf_counter() + args.seconds

@@ -56,6 +56,7 @@ from scripts import verify
 from scripts.bench_train import TEXT, force_balance
 from training.assemble import make_trainee, model_config
 from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
+from training.config_load import expand_home, user_path
 from training.data import Batch, build_data, load_tokenizer
 from training.loop import agree_on_step, read_window, train_step
 
@@ -457,7 +458,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("layer", "engine"))
-    parser.add_argument("config", nargs="?", help="engine: YAML file")
+    parser.add_argument("config", type=expand_home, nargs="?", help="engine: YAML file")
     parser.add_argument("overrides", nargs="*", help="engine: section.key=value")
     parser.add_argument("--nproc", type=int, required=True)
     parser.add_argument("--nodes", type=int, help="layer: virtual nodes = expert ranks; all")
@@ -466,14 +467,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tokens", type=int, help="layer: per rank")
     parser.add_argument("--modes", help="layer: only those whose name this expression finds")
-    parser.add_argument("--traces", help="layer: folder for a timeline of each mode and rank")
+    parser.add_argument(
+        "--traces", type=expand_home, help="layer: folder for a timeline of each mode and rank"
+    )
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds until stacks are shown"
     )
     parser.add_argument("--routing", default="real", choices=("real", "balanced"))
     parser.add_argument("--exposed", action="store_true", help="engine: share that is hidden")
     parser.add_argument("--small", action="store_true", help="engine: narrow model")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    parser.add_argument("--json", type=user_path, help="write the numbers there")
     given = parser.parse_intermixed_args(arguments)
     if given.nproc < 1:
         parser.error(f"--nproc={given.nproc} must be at least 1")

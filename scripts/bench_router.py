@@ -42,6 +42,7 @@ from moe.kernels import topk_gating as kernels
 from moe.kernels.topk_gating import topk_gating, topk_gating_ref, topk_routing
 from moe.rounding import RoundingConfig, round_tokens
 from moe.routing import Routing
+from training.config_load import user_path
 
 SHAPES = [  # T, E, K
     *((T, 8, 2) for T in (256, 512, 1024, 2048)),
@@ -353,7 +354,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--rounding", action="store_true")
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_router"))
+    parser.add_argument("--out", type=user_path, default=Path("runs/bench_router"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_router needs a CUDA device")

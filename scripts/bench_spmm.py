@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from moe.experts import experts
 from moe.routing import Routing
 from moe.sparse import BCSR, CSR, Pattern, gather, sddmm, spmm
+from training.config_load import user_path
 
 SHAPES = [(4096, K, N) for K in (1024, 4096) for N in (512, 1024, 4096)]  # M, K, N
 DENSITIES = (50, 20, 10, 5, 2, 1, 0.5)  # percent
@@ -376,7 +377,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--seconds", type=float, default=0.05, help="spent on each measurement")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_spmm"))
+    parser.add_argument("--out", type=user_path, default=Path("runs/bench_spmm"))
     args = parser.parse_args(arguments)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu" and not args.small:

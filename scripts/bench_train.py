@@ -47,6 +47,7 @@ from moe.routing import Routing
 from parallel import World
 from training.assemble import make_trainee, model_config
 from training.config import Config, ConfigError, Plan, load_config, make_plan
+from training.config_load import expand_home, user_path
 from training.data import Batch, build_data, load_tokenizer
 from training.device import peak_flops
 from training.flops import flops_per_token
@@ -267,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config")
+    parser.add_argument("config", type=expand_home)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--layers", type=int, help="cut the model to so many layers")
     parser.add_argument("--steps", type=int, default=6, help="steps that count")
@@ -278,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peer-compiled", action="store_true", help="and with torch.compile")
     parser.add_argument("--peer-rows", type=int, help="of its micro-batches; default: as ours")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_train"))
+    parser.add_argument("--out", type=user_path, default=Path("runs/bench_train"))
     args = parser.parse_intermixed_args(arguments)
     overrides = [*TEXT, *args.overrides]
     if args.layers:

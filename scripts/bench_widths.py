@@ -29,6 +29,7 @@ from moe.experts import experts
 from moe.kernels.ragged import Widths
 from moe.mixed_experts import mixed_experts
 from moe.routing import Routing
+from training.config_load import user_path
 
 SHAPES = [(16384, 2048, 1024, 64, 8), (16384, 2048, 768, 128, 8), (16384, 1536, 256, 128, 8)]
 
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shapes", help="T,D,N,E,K;T,D,N,E,K…")
     parser.add_argument("--seconds", type=float, default=0.05, help="spent on each measurement")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_widths"))
+    parser.add_argument("--out", type=user_path, default=Path("runs/bench_widths"))
     args = parser.parse_args(arguments)
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu" and not args.small:

@@ -354,10 +354,11 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"            → {check.remedy}")
 
     if options.run is not None:
+        from training.config_load import user_path
         from training.record import read_run
 
         try:
-            record = read_run(options.run)
+            record = read_run(user_path(options.run))
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
+from training.config_load import expand_home
 
 GIB = 2**30
 # Part of a GPU's memory that the allocator can be expected to use before fragmentation bites.
@@ -38,7 +39,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", help="config file, for example configs/quickstart.yaml")
+    parser.add_argument(
+        "config", type=expand_home, help="config file, for example configs/quickstart.yaml"
+    )
     parser.add_argument("overrides", nargs="*", help="section.key=value, as for train.py")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one for each GPU")
     parser.add_argument("--hosts", type=int, default=1, help="that the GPUs are in (default 1)")

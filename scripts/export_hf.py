@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from models.config import ModelConfig
 from models.hf import DTYPES, export_hf
 from training.checkpoint import CheckpointError, resolve
-from training.config_load import fail
+from training.config_load import expand_home, fail
 from training.weights import (
     CheckpointTensors,
     is_hf_folder,
@@ -35,8 +35,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", help="a checkpoint, or a run folder for its newest")
-    parser.add_argument("folder", help="where to; must not hold a model yet")
+    parser.add_argument(
+        "checkpoint", type=expand_home, help="a checkpoint, or a run folder for its newest"
+    )
+    parser.add_argument("folder", type=expand_home, help="where to; must not hold a model yet")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     parser.add_argument("--max-shard-size", default="5GB", help="default: %(default)s")
     parser.add_argument(

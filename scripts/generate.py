@@ -22,7 +22,7 @@ import yaml
 
 from models.generate import Sampling, generate
 from training.checkpoint import CheckpointError, resolve
-from training.config_load import fail
+from training.config_load import expand_home, fail
 from training.data.tokenizer import TextTokenizer, read_tokenizer
 from training.weights import is_hf_folder, load_model, tokenizer_folder
 
@@ -33,7 +33,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="checkpoint, run folder or Hugging Face folder")
+    parser.add_argument(
+        "model", type=expand_home, help="checkpoint, run folder or Hugging Face folder"
+    )
     parser.add_argument("--prompt", action="append", help="text to continue; may be repeated")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s")
     parser.add_argument(
@@ -46,7 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on the CPU"
     )
-    parser.add_argument("--tokenizer", help="folder, when the model's has none")
+    parser.add_argument("--tokenizer", type=expand_home, help="folder, when the model's has none")
     return parser.parse_args(arguments)
 
 

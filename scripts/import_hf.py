@@ -25,7 +25,7 @@ from models.config import ModelConfig
 from models.hf import load_hf
 from models.transformer import Decoder
 from training.checkpoint import CheckpointError
-from training.config_load import fail
+from training.config_load import expand_home, fail
 from training.weights import save_weights, tokenizer_folder
 
 
@@ -33,8 +33,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", help="Hugging Face folder (config.json and safetensors)")
-    parser.add_argument("out", help="where to; must not exist or be empty")
+    parser.add_argument(
+        "folder", type=expand_home, help="Hugging Face folder (config.json and safetensors)"
+    )
+    parser.add_argument("out", type=expand_home, help="where to; must not exist or be empty")
     parser.add_argument(
         "--ignore-key",
         action="append",

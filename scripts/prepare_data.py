@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pydantic import ValidationError
 
+from training.config_load import expand_home, user_path
 from training.data.config import DataConfig, DataError, SourceConfig
 from training.data.corpora import CORPORA, download_corpus
 from training.data.lock import try_lock
@@ -36,10 +37,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("inputs", nargs="*", help="files, globs or folders (jsonl, parquet, txt)")
-    parser.add_argument("--out", type=Path, help="folder of the store (with --corpus: a file)")
+    parser.add_argument(
+        "inputs", type=expand_home, nargs="*", help="files, globs or folders (jsonl, parquet, txt)"
+    )
+    parser.add_argument("--out", type=user_path, help="folder of the store (with --corpus: a file)")
     tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument("--tokenizer", help="tokenizer.json, a folder with one, or a hub name")
+    tokenizer.add_argument(
+        "--tokenizer", type=expand_home, help="tokenizer.json, a folder with one, or a hub name"
+    )
     tokenizer.add_argument(
         "--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N tokens first"
     )
@@ -47,12 +52,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hub", help="data set name for the datasets library, instead of inputs")
     parser.add_argument("--subset", help="configuration of the hub data set")
     parser.add_argument("--split", help="split of the hub data set (default train)")
-    parser.add_argument("--files", nargs="+", help="data files of the hub data set or builder")
+    parser.add_argument(
+        "--files", type=expand_home, nargs="+", help="data files of the hub data set or builder"
+    )
     parser.add_argument("--format", default="auto", help="auto, jsonl, parquet, text or lines")
     parser.add_argument("--text-field", help="field with the text (default text)")
     parser.add_argument("--on-bad-line", choices=("stop", "skip"), default="stop")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
-    parser.add_argument("--check", type=Path, metavar="STORE", help="verify counts and checksums")
+    parser.add_argument(
+        "--check", type=user_path, metavar="STORE", help="verify counts and checksums"
+    )
     parser.add_argument("--corpus", help=f"download text as jsonl: {', '.join(CORPORA)}")
     return parser.parse_args(arguments)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training.config_load import fail
+from training.config_load import fail, user_path
 from training.logging import human_count, human_time
 from training.plots import figures
 from training.record import Finding, Record, findings, read_run, unigram_entropy
@@ -154,8 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="run folder, or a checkpoint in it")
-    parser.add_argument("--out", type=Path, help="file to write (default RUN/report.html)")
+    parser.add_argument("run", type=user_path, help="run folder, or a checkpoint in it")
+    parser.add_argument("--out", type=user_path, help="file to write (default RUN/report.html)")
     options = parser.parse_args(arguments)
     try:
         record = read_run(options.run)

@@ -24,6 +24,7 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from parallel.mesh import MeshPlan, plan_mesh
 from training.config import ConfigError, fail, load_config
+from training.config_load import expand_home
 from training.flops import flops_per_token
 
 
@@ -124,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config")
+    parser.add_argument("config", type=expand_home)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--per-node", type=int, default=8, help="GPUs of a node (8)")
     parser.add_argument("--expert", type=int, nargs="*", help="degrees to show (the largest)")

@@ -47,7 +47,7 @@ from _sweep_report import RunValues, read_values, write_report
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from training.config import Config, load_config
-from training.config_load import ConfigError, fail, read_yaml
+from training.config_load import ConfigError, expand_home, fail, read_yaml, user_path
 from training.logging import EVENTS, METRICS, human_time, read_lines
 
 STOPPED = 75
@@ -348,15 +348,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("inputs", nargs="+", metavar="FILE | section.key=value")
-    parser.add_argument("--out", type=Path, default=Path("runs/sweeps"), help="default runs/sweeps")
+    parser.add_argument("inputs", type=expand_home, nargs="+", metavar="FILE | section.key=value")
+    parser.add_argument(
+        "--out", type=user_path, default=Path("runs/sweeps"), help="default runs/sweeps"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
     parser.add_argument(
         "--seeds", metavar="N | A-B", help="use seeds 0 to N - 1, or A to B, instead of the file's"
     )
     parser.add_argument(
         "--also",
-        type=Path,
+        type=user_path,
         action="append",
         default=[],
         metavar="FOLDER",

@@ -31,6 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from training.config_load import user_path
 from training.logging import read_lines, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="a new folder for logs and summary.md")
+    parser.add_argument("folder", type=user_path, help="a new folder for logs and summary.md")
     parser.add_argument("--cpu", action="store_true", help="narrow models over gloo")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--steps", type=int, help="of scaling; 60, and 3 on a CPU")

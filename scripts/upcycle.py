@@ -29,7 +29,7 @@ from models.hf import DTYPES, export_hf
 from models.transformer import Decoder
 from models.upcycle import load_dense, mean_loss, upcycle
 from moe.upcycle import add_noise, drop_columns
-from training.config_load import fail
+from training.config_load import expand_home, fail, user_path
 from training.weights import tokenizer_folder
 
 TEXT = Path(__file__).resolve().parent.parent / "training/data/bundled/moby-dick/moby-dick.jsonl"
@@ -40,8 +40,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", help="dense Hugging Face folder")
-    parser.add_argument("out", help="where to; must not hold a model yet")
+    parser.add_argument("folder", type=expand_home, help="dense Hugging Face folder")
+    parser.add_argument("out", type=expand_home, help="where to; must not hold a model yet")
     parser.add_argument("--experts", type=int, required=True, help="experts of each layer")
     parser.add_argument("--top-k", type=int, required=True, help="experts of each token")
     parser.add_argument("--granularity", type=int, default=1, help="shards of a copy")
@@ -52,7 +52,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=0.0, help="relative; tells copies apart")
     parser.add_argument("--seed", type=int, default=0, help="of routers, --drop and --noise")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    parser.add_argument("--text", type=Path, default=TEXT, help="what the receipt measures on")
+    parser.add_argument("--text", type=user_path, default=TEXT, help="what the receipt measures on")
     parser.add_argument("--tokens", type=int, default=2048, help="of it; default: %(default)s")
     return parser.parse_args(arguments)
 

@@ -36,7 +36,7 @@ from parallel.world import joined
 from training.assemble import make_trainee
 from training.config import Config, ConfigError, Plan, field_names, load_config, make_plan
 from training.config_checks import refuse_sharded
-from training.config_load import first_line
+from training.config_load import expand_home, first_line
 from training.data.batch import Batch, make_batch
 from training.data.order import Row
 from training.loop import agree_on_step, read_window, train_step
@@ -326,7 +326,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", nargs="?", help="YAML file; default: the quickstart's")
+    parser.add_argument(
+        "config", type=expand_home, nargs="?", help="YAML file; default: the quickstart's"
+    )
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--nproc", type=int, required=True, help="processes of the layout")
     parser.add_argument(

@@ -31,19 +31,23 @@ from training.config_checks import (
     check_graph,
     check_rounding,
     check_states,
+    drop_idle,
     refuse_sharded,
     refuse_useless,
     router_defaults,
 )
 from training.config_load import (
     ConfigError,
+    PathText,
     apply_overrides,
+    expand_home,
     fail,
     first_line,
     kind,
     models_in,
     read_yaml,
     shown,
+    split_override,
 )
 from training.config_router import RouterConfig
 from training.config_surgery import SurgeryConfig, clone_default
@@ -77,7 +81,7 @@ class RunConfig(Strict):
 
     name: str | None = None
     """Folder of the run inside `run.dir`. Empty: the config file's name without its ending."""
-    dir: str = "runs"
+    dir: PathText = "runs"
     """Folder that holds all runs, relative to where the command is typed."""
     seed: Annotated[int, Field(ge=0, le=10**12)] = 0
     """Seed of initial weights and of the order of the data."""
@@ -107,10 +111,10 @@ class RunConfig(Strict):
 class ModelSection(Strict):
     """The model: fields of a Hugging Face config.json, and how it is built and computed here."""
 
-    hf_config: str | None = None
+    hf_config: PathText | None = None
     """Path of a Hugging Face config.json (or its folder) to take the fields from; fields given
     beside it win."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Hugging Face folder, checkpoint or run whose weights are continued from, with a new
     optimizer; it also gives all fields."""
     kernels: Literal["auto", "hopper", "triton", "reference", "spmm"] = "auto"
@@ -140,7 +144,7 @@ class ModelSection(Strict):
             return own | {"config": rest}
         if source == "init_from" and own.get("hf_config") is not None:
             raise ValueError("model.hf_config is useless beside model.init_from, which gives it")
-        given = _hugging_face_fields(path, f"model.{source}")
+        given = _hugging_face_fields(expand_home(path), f"model.{source}")
         if source == "init_from":
             full = ModelConfig(**given).model_dump()
             wrong = [key for key, value in rest.items() if key in full and full[key] != value]
@@ -179,7 +183,7 @@ class OptimConfig(Strict):
     schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     """Course of the learning rate after warm-up. wsd: constant, then down at the end."""
     warmup_steps: Count = 100
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up from zero; in a run of no more steps than that, a tenth of them."""
     decay_fraction: Fraction = 0.2
     """Last part of the run in which wsd lowers the learning rate."""
     min_lr_ratio: Fraction = 0.0
@@ -270,7 +274,7 @@ class ParallelConfig(Strict):
     memory, or, but for gradients, in files of `offload_path`."""
     offload_weights: Literal["none", "cpu", "nvme"] = "none"
     """Where a process keeps its part of the weights between their uses, likewise."""
-    offload_path: str | None = None
+    offload_path: PathText | None = None
     """Folder on a local disk of every host, for nvme."""
     adam: Literal["torch", "deepspeed"] = "torch"
     """PyTorch's fused AdamW or DeepSpeed's kernels (deepspeed), which are compiled on first use."""
@@ -408,6 +412,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     """
     path = Path(path) if path is not None else default_config_path()
     values = apply_overrides(read_yaml(path), overrides, field_names())
+    drop_idle(values, [place for place, _ in map(split_override, overrides)])
     # A section whose keys are all commented out reads as empty, not as a mapping.
     values = {key: {} if value is None else value for key, value in values.items()}
     run = values.setdefault("run", {})

@@ -7,7 +7,7 @@ everything out, loads again. Used by training/config.py; nothing here needs PyTo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from training.config_load import ConfigError, shown
@@ -168,6 +168,26 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
     yield from ((reason, places) for reason, holds, places in _USELESS if holds(config))
 
 
+def drop_idle(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Take out of `values` what overrides switch off: `eval.every_steps=null` is enough for a file
+    that says more about evaluation.
+
+    Args:
+        values: of the file, overrides included; what they make useless is removed.
+        overrides: places (section.key) that the command line sets.
+    """
+    for switch in overrides:
+        section, _, key = switch.partition(".")
+        value = values[section].get(key) if isinstance(values.get(section), dict) else None
+        idle = [_UNSET[switch]] if switch in _UNSET and value in (None, "none", 0) else []
+        idle += [names for place, only, names in _ONLY_WITH if place == switch and value != only]
+        idle += [names for place, no, _, names in _NOT_WITH if place == switch and value == no]
+        for place in " ".join(idle).split():
+            section, key = place.split(".")
+            if place not in overrides and isinstance(values.get(section), dict):
+                values[section].pop(key, None)
+
+
 def refuse_useless(config: Config) -> None:
     """ValueError for a setting that another one makes useless and that is not at its default."""
     for reason, places in _idle(config):
@@ -182,7 +202,7 @@ def refuse_useless(config: Config) -> None:
 
 def check_combinations(config: Config) -> None:
     """ValueError for settings that are right alone and impossible together."""
-    train, optim, data, model = config.train, config.optim, config.data, config.model.config
+    train, data, model = config.train, config.data, config.model.config
     if (train.steps is None) == (train.epochs is None):
         raise ValueError(
             f"train.steps={shown(train.steps)} and train.epochs={shown(train.epochs)}: give one "
@@ -192,11 +212,6 @@ def check_combinations(config: Config) -> None:
         raise ValueError(
             f"train.global_batch_size={train.global_batch_size} must be a multiple of "
             f"train.micro_batch_size={train.micro_batch_size}"
-        )
-    if train.steps is not None and optim.warmup_steps >= train.steps:
-        raise ValueError(
-            f"optim.warmup_steps={optim.warmup_steps} must be below train.steps={train.steps}; "
-            f"give for example optim.warmup_steps={train.steps // 10}"
         )
     check_surgery(config)
     check_exactness(config)

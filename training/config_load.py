@@ -10,15 +10,16 @@ has the same type in both places.
 from __future__ import annotations
 
 import difflib
+import os.path
 import re
 import sys
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 
 class ConfigError(ValueError):
@@ -29,8 +30,41 @@ def fail(error: Exception) -> NoReturn:
     """End the program because of a mistake of the user's: one line, exit code 2."""
     at = getattr(error, "filename", None)  # of an OSError
     told = f"{at}: {error.strerror}" if at else error
+    if isinstance(error, ValidationError):  # of a ModelConfig: three lines, with an address
+        told = first_line(error, {})
     print(f"error: {told}", file=sys.stderr)
     raise SystemExit(2)
+
+
+# --- paths --------------------------------------------------------------------------------------
+
+
+def expand_home(text: str) -> str:
+    """A path as typed, with a leading `~` or `~user` replaced by that home folder.
+
+    A shell does that outside of quotes and at the beginning of a word only, not in `run.dir=~/x`.
+    Every path that a user gives passes through here or through `user_path`: as the `type` of a
+    script's argument, or as a config field of type `PathText`.
+
+    Raises:
+        ValueError: there is no such user.
+    """
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise ValueError(
+            f"{text!r} begins with ~, and there is no user {expanded[1:].partition('/')[0]!r}; "
+            f"a file of that name is ./{text}"
+        )
+    return expanded
+
+
+def user_path(text: str) -> Path:
+    """`expand_home` as a Path, for argparse."""
+    return Path(expand_home(text))
+
+
+PathText = Annotated[str, AfterValidator(expand_home)]
+"""Type of a config field that holds a path."""
 
 
 # --- YAML ---------------------------------------------------------------------------------------
@@ -131,7 +165,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, not YAML, or not a mapping.
     """
-    path = Path(path)
+    path = user_path(str(path))
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -160,7 +194,8 @@ def read_words(
         names: every dotted place → the keys valid there.
 
     Raises:
-        ConfigError: more than one file, or an option such as `--steps 41`.
+        ConfigError: more than one file, an option such as `--steps 41`, or a setting without its
+            equals sign.
     """
     for word, value in zip(words, [*words[1:], "…"]):
         if word.startswith("-") and "=" not in word:
@@ -169,6 +204,10 @@ def read_words(
             hint = f"; did you mean {meant}={given}?" if meant else ""
             raise ConfigError(f"{word} is no option; settings are section.key=value{hint}")
     paths = [word for word in words if "=" not in word]
+    for word, value in zip(words, [*words[1:], "…"]):
+        if word in paths and _is_setting(word, names):
+            given = "…" if "=" in value else value
+            raise ConfigError(f"{word} is a setting; write {full_name(word, names)}={given}")
     if any(word[-1:] in ("]", "}") for word in paths):
         raise ConfigError(
             f"{paths[-1]} is no config file; put quotes around a value with spaces, for example "
@@ -177,6 +216,22 @@ def read_words(
     if len(paths) > 1:
         raise ConfigError(f"one config file, please, not {len(paths)}: {' '.join(paths)}")
     return (paths[0] if paths else None), [word for word in words if "=" in word]
+
+
+def _is_setting(word: str, names: dict[str, Sequence[str]]) -> bool:
+    """Whether a word without an equals sign is meant as section.key, and not as a file."""
+    section, _, key = word.rpartition(".")
+    if key in ("yaml", "yml") or "/" in word:
+        return False
+    if section:
+        return section in names and full_name(word, names) is not None
+    return any(key in keys for place, keys in names.items() if place)
+
+
+def split_override(word: str) -> tuple[str, str]:
+    """section.key and the text of its value, of `section.key=value` or `--section.key=value`."""
+    path, _, text = word.partition("=")
+    return path.strip().removeprefix("--"), text
 
 
 def apply_overrides(
@@ -191,9 +246,8 @@ def apply_overrides(
         ConfigError: a word that is no assignment, or a path through something that holds no keys.
     """
     for word in overrides:
-        path, equals, text = word.partition("=")
-        path = path.strip().removeprefix("--")
-        if not equals or not path:
+        path, text = split_override(word)
+        if "=" not in word or not path:
             raise ConfigError(f"{word!r} is not an override; write section.key=value")
         keys = path.split(".")
         if len(keys) < 2 or not all(keys):
@@ -264,15 +318,81 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
     for candidate in candidates:
         if candidate.lower() == plain:
             return candidate
+    longer = [name for name in candidates if _part_of(plain, name)]
+    if plain and len(longer) == 1:
+        return longer[0]
     close = difflib.get_close_matches(plain, candidates, 1, cutoff=0.6)
     return close[0] if close else None
 
 
+def _part_of(name: str, longer: str) -> bool:
+    """Whether a name is a run of whole words of a longer one, as `every` is of `every_steps`."""
+    return f"_{name}_" in f"_{longer.lower()}_"
+
+
+# How other programs call what has another name here: → section.key.
+_OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "max_lr": "optim.lr",
+    "max_grad_norm": "optim.clip_norm",
+    "grad_clip": "optim.clip_norm",
+    "wd": "optim.weight_decay",
+    "warmup": "optim.warmup_steps",
+    "lr_scheduler_type": "optim.schedule",
+    "batch_size": "train.global_batch_size",
+    "train_batch_size": "train.global_batch_size",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "max_steps": "train.steps",
+    "max_iters": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "gradient_checkpointing": "train.checkpointing",
+    "activation_checkpointing": "train.checkpointing",
+    "precision": "train.dtype",
+    "torch_dtype": "train.dtype",
+    "block_size": "data.seq_len",
+    "max_seq_len": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "sequence_length": "data.seq_len",
+    "context_length": "data.seq_len",
+    "output_dir": "run.dir",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "eval.every_steps",
+    "logging_steps": "log.every_steps",
+    "n_layer": "model.num_hidden_layers",
+    "num_layers": "model.num_hidden_layers",
+    "n_head": "model.num_attention_heads",
+    "num_heads": "model.num_attention_heads",
+    "n_embd": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "top_k": "model.num_experts_per_tok",
+}
+# Values likewise.
+_OTHER_VALUES = {
+    "gpu": "cuda",
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+}
+
+
+def _other_name(key: str, names: dict[str, Sequence[str]]) -> str | None:
+    """The place of what other programs call `key`, if it is none of the places here."""
+    place = _OTHER_NAMES.get(key)
+    section, _, own = (place or "").rpartition(".")
+    return place if own in names.get(section, ()) else None
+
+
 def full_name(key: str, names: dict[str, Sequence[str]]) -> str | None:
     """section.key of a key that was typed without its section, with dashes or misspelt."""
+    section, _, own = key.lstrip("-").rpartition(".")
+    plain = own.replace("-", "_").lower()
+    found = nearest(own, list(names.get(section, ()))) if section else None
+    if found is not None:
+        return f"{section}.{found}"
     # Reversed, so that of several places the first counts: run.name, not data.sources.name.
     places = {k: f"{p}.{k}" for p, keys in reversed(names.items()) if p for k in keys}
-    return places.get(nearest(key.lstrip("-").rpartition(".")[2], list(places)))
+    return places.get(plain) or _other_name(plain, names) or places.get(nearest(own, list(places)))
 
 
 def unknown_key_message(section: str, key: str, value: Any, names: dict[str, Sequence[str]]) -> str:
@@ -288,9 +408,13 @@ def unknown_key_message(section: str, key: str, value: Any, names: dict[str, Seq
     best = nearest(key, here)
     plain = key.replace("-", "_").lower()
     # An exact name elsewhere beats a similar one here: the key sits one level too high or astray.
-    # Not one that lacks a letter, as train.step does.
+    # Not one that lacks a letter, as train.step does, or a word, as log.every does.
     exact = [f"{place}.{plain}" for place, keys in names.items() if place and plain in keys]
-    alike = best and difflib.SequenceMatcher(None, plain, best.lower()).ratio() > 0.85
+    if not exact and (other := _other_name(plain, names)) is not None:
+        return f"{head}; did you mean {other}?"
+    alike = best and (
+        difflib.SequenceMatcher(None, plain, best.lower()).ratio() > 0.85 or _part_of(plain, best)
+    )
     if best is not None and (alike or not exact):
         where = f"{section}.{best}" if section else best
         return f"{head}; did you mean {where}?"
@@ -342,7 +466,11 @@ def _allowed(error: dict[str, Any]) -> str:
 
 
 def _hint(value: Any, allowed: str) -> str:
-    near = nearest(value, re.findall(r"'(\w+)'", allowed)) if isinstance(value, str) else None
+    words = re.findall(r"'(\w+)'", allowed)
+    near = None
+    if isinstance(value, str):
+        other = _OTHER_VALUES.get(value.lower())
+        near = other if other in words else nearest(value, words)
     if near is not None:
         return f"; did you mean {near}?"
     if isinstance(value, str) and "number" in allowed and re.fullmatch(r"[-+]?0[0-9]+", value):

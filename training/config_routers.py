@@ -7,18 +7,102 @@ run is known, and by train.py where it comes out of the data.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from models.config import ModelConfig
 from training.assemble import router_options
 from training.config_checks import check_sparse
 from training.config_load import ConfigError, shown
 from training.config_router import RouterConfig
-from training.config_surgery import uses_slots
+from training.config_surgery import SurgeryConfig, uses_slots
 from training.exactness import check_ends, last_acting_step
 from training.surgery_policy import calendar, last_release
 
 if TYPE_CHECKING:
     from training.config import Config
+
+
+# Names of the layer's own settings (`moe.MoEConfig` and what it holds) that a config file has under
+# another name; the others are looked up in its sections.
+_PLACES = {
+    "groups": "model.n_group",
+    "groups_kept": "model.topk_group",
+    "group_top": "model.n_group",
+    "norm": "model.norm_topk_prob",
+    "route_scale": "model.routed_scaling_factor",
+    "expert_widths": "model.moe_expert_widths",
+    "expert_size": "model.moe_intermediate_size",
+    "shared_expert_size": "model.n_shared_experts",
+    "activation": "model.hidden_act",
+    "init_std": "model.initializer_range",
+    "router_init_std": "router.init_std",
+    "kernels": "model.kernels",
+    "save": "model.save",
+    "selection_bias": "router.bias_update",
+    "families": "surgery.clone",
+    "amplitude": "router.amplitude",
+    "capacity": "router.capacity_factor",
+    "capacity_drop": "router.capacity_drop",
+    "top_k": "router.top_k_schedule",
+    "bias_targets": "router.balance_load",
+    "keep_load": "router.balance_scope",
+    "l1_start": "router.score",
+    "l1_factor": "router.score",
+    "variant": "router.rounding",
+    **dict.fromkeys(
+        ("bias_anneal", "ema_until", "families_until", "capacity_until", "fill_until"),
+        "router.end_steps",
+    ),
+}
+# Values that a config file spells otherwise.
+_VALUES = {
+    "norm": {"'topk_sum'": "true", "'softmax_topk'": "true", "'none'": "false"},
+    "families": {"True": "'family'", "False": "'copy'"},
+}
+_NAME = re.compile(
+    r"(?<![\w.'/])(?P<owner>control\.|rounding\.)?(?P<name>[a-z]\w*)=(?P<value>'\w*'|\w+)?"
+)
+
+
+def place_of(name: str, owner: str = "") -> str | None:
+    """section.key of a setting of the layer; None if a config file has none such.
+
+    Args:
+        owner: "control." or "rounding.", if it belongs to that part of a layer's config.
+    """
+    if owner == "rounding." and name != "variant":
+        name = f"rounding_{name}"
+    if name in _PLACES:
+        return _PLACES[name]
+    for section, fields in (
+        ("router", RouterConfig.model_fields),
+        ("surgery", SurgeryConfig.model_fields),
+        ("model", ModelConfig.model_fields),
+    ):
+        if name in fields:
+            return f"{section}.{name}"
+    rounding = f"rounding_{name}"
+    return f"router.{rounding}" if rounding in RouterConfig.model_fields else None
+
+
+def in_config_words(sentence: str) -> str:
+    """An error of the layer's, its settings by the names that they have in a config file."""
+
+    def renamed(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        place = place_of(name, match["owner"] or "")
+        if place is None:
+            return match[0]
+        value = _VALUES.get(name, {}).get(value, value or "")
+        return f"{place}={ {'True': 'true', 'False': 'false', 'None': 'null'}.get(value, value) }"
+
+    sentence = re.sub(
+        r"(?<![\w.'/])(control|rounding)\.([a-z]\w*)(?![\w=])",
+        lambda m: place_of(m[2], f"{m[1]}.") or m[0],
+        _NAME.sub(renamed, sentence),
+    )
+    return re.sub(r"allowed: None\b", "allowed: null", sentence)
 
 
 def check_routers(config: Config, steps: int) -> None:
@@ -39,9 +123,7 @@ def check_routers(config: Config, steps: int) -> None:
     except ConfigError:
         raise
     except ValueError as error:
-        key = str(error).partition("=")[0]
-        section = "router." if key in RouterConfig.model_fields else ""
-        raise ConfigError(f"{section}{error}") from None
+        raise ConfigError(in_config_words(str(error))) from None
 
 
 def _refuse_all(config: Config) -> None:

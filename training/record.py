@@ -26,6 +26,7 @@ from training.logging import (
     read_lines,
     read_metrics,
 )
+from training.schedule import warmup_steps
 
 Level = Literal["problem", "warning", "note"]
 
@@ -288,7 +289,8 @@ def _overfitting(record: Record) -> Iterator[Finding]:
 
 def _uneven(record: Record, seen: str, remedy: str) -> Finding:
     """A finding about the load: a note at first, while routers are still finding their balance."""
-    early = early_until(record.setting("optim.warmup_steps") or 0)
+    wanted = record.setting("optim.warmup_steps") or 0
+    early = early_until(warmup_steps(wanted, record.steps) if record.steps else wanted)
     if record.last["step"] >= early:
         return Finding("warning", seen, remedy)
     calm = f"early, before step {early}, this often heals by itself; if it lasts, "

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from moe.top_k import TopKSchedule
 from training.config_load import ConfigError
 
 if TYPE_CHECKING:
+    from moe.top_k import TopKSchedule
     from training.config import Config, OptimConfig
 
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
@@ -75,13 +75,19 @@ def lr_factor(
     return min_ratio + (1.0 - min_ratio) * shape
 
 
+def warmup_steps(wanted: int, steps: int) -> int:
+    """Steps of warm-up in a run of `steps`: as wanted (`optim.warmup_steps`) if the run is longer
+    than that, else a tenth of the run."""
+    return wanted if wanted < steps else steps // 10
+
+
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     """The learning rate of `step` (from 0) by the `optim` section, before group multipliers."""
     return optim.lr * lr_factor(
         step,
         steps=steps,
         kind=optim.schedule,
-        warmup_steps=optim.warmup_steps,
+        warmup_steps=warmup_steps(optim.warmup_steps, steps),
         decay_fraction=optim.decay_fraction,
         min_ratio=optim.min_lr_ratio,
     )
@@ -96,6 +102,8 @@ def top_k_schedule(config: Config, steps: int) -> TopKSchedule | None:
     router = config.router
     if router.top_k_schedule == "none":
         return None
+    from moe.top_k import TopKSchedule  # with PyTorch, which a report of a run does without
+
     by_levels = router.top_k_schedule == "steps"
     try:
         schedule = TopKSchedule(

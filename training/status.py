@@ -22,6 +22,7 @@ from training.flops import counts_first, flops_per_token, matmul_weights, width_
 from training.logging import early_until, human_bytes, human_count, human_time, progress_line
 from training.loop import Pace, StepResult, Window, read_window
 from training.optim import group_table
+from training.schedule import warmup_steps
 from training.surgery_policy import calendar
 
 if TYPE_CHECKING:
@@ -117,6 +118,11 @@ def start(job: Job) -> None:
         log.say(
             f"AdamW: weights in {optim.weights}, moments in {optim.moments}, bfloat16 by "
             "stochastic rounding (routers: float32)"
+        )
+    if (taken := warmup_steps(optim.warmup_steps, job.steps)) != optim.warmup_steps:
+        log.warn(
+            f"warm-up takes {taken} of the {job.steps} steps, a tenth: "
+            f"optim.warmup_steps={optim.warmup_steps} is not below their number"
         )
     if config.train.cuda_graph:
         log.say("steps are captured as CUDA graphs")
@@ -268,7 +274,7 @@ def _load(job: Job, read: Window) -> None:
     if read.health:
         dead_LE = read.health["health/dead"].view(counts_LE.shape)
         uneven_L, narrow_L = read.health["health/uneven"], read.health["health/narrow"]
-        early = step < early_until(job.config.optim.warmup_steps)
+        early = step < early_until(warmup_steps(job.config.optim.warmup_steps, job.steps))
         for alarm in job.alarms.new(uneven_L, narrow_L, dead_LE, early):
             text = f"step {step}: {alarm.pop('text')}"
             style = "dim" if early else "bold yellow"

@@ -302,16 +302,23 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
+# Called while torch.compile traces a block: their answers are constants of the compiled code. Else
+# Dynamo would trace into `functools.cache`, past the cache, and warn of it at every start.
+
+
+@torch.compiler.assume_constant_result
 def device_name(device: torch.device) -> str:
     """Card name as CUDA reports it, or "cpu"."""
     return _properties(_index(device))[0] if device.type == "cuda" else "cpu"
 
 
+@torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
     """CUDA compute capability (major, minor); (0, 0) on a CPU."""
     return _properties(_index(device))[1] if device.type == "cuda" else (0, 0)
 
 
+@torch.compiler.assume_constant_result
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of the card; 1 on a CPU."""
     return _properties(_index(device))[2] if device.type == "cuda" else 1

@@ -147,10 +147,6 @@ MISTAKES = [
         "empty",
     ),
     ("train.micro_batch_size=7", "train.global_batch_size=32 must be a multiple of"),
-    (
-        "optim.warmup_steps=200",
-        "must be below train.steps=200; give for example optim.warmup_steps=20",
-    ),
     ("data.seq_len=512", "data.seq_len=512 must not exceed model.max_position_embeddings=256"),
     ("model.hf_config=nowhere", "model.hf_config='nowhere': there is no file"),
     ("model.init_from=nowhere", "model.init_from='nowhere': there is no file"),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from models.config import Strict
+from training.config_load import PathText
 
 BUNDLED = "bundled:"
 """Prefix of the texts and tokenizers that ship with the package: `bundled:moby-dick`."""
@@ -26,7 +27,7 @@ class DataError(ValueError):
 class SourceConfig(Strict):
     """One named body of text."""
 
-    path: str | list[str] | None = None
+    path: PathText | list[PathText] | None = None
     """File, glob, folder or a list of them; a token store made by scripts/prepare_data.py; a folder
     that `datasets` saved (save_to_disk); or `bundled:moby-dick`. Relative to the working
     directory."""
@@ -44,7 +45,7 @@ class SourceConfig(Strict):
     """Configuration name of a hub data set."""
     split: str | None = None
     """Split of a hub data set; default `train`."""
-    files: str | list[str] | None = None
+    files: PathText | list[PathText] | None = None
     """`data_files` for the hub data set or builder."""
 
     @model_validator(mode="after")
@@ -81,7 +82,7 @@ class DataConfig(Strict):
     """Share of each source's documents kept out of training for validation; of a source of one
     document, the last share of its tokens. The choice does not depend on run.seed, so that runs
     with different seeds compare."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """tokenizer.json, a folder with one, a hub name or `bundled:moby-dick`. Null: that of the
     token store when the sources are stores, else a byte-level BPE trained on the sources."""
     tokenizer_vocab_size: Annotated[int, Field(ge=260)] | None = None
@@ -108,7 +109,7 @@ class DataConfig(Strict):
     """Processes that read batches ahead of each rank; 0 reads in the training process."""
     tokenize_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that tokenise; 0: one a core."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Where tokenised sources are kept and found again; default ~/.cache/tessera/data."""
 
     @field_validator("sources", "validation_sources", mode="before")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,6 +177,7 @@ def test_works_without_triton():
     """A machine without Triton imports the package, runs the reference, refuses kernels by name."""
     code = """
 import sys
+import warnings
 sys.modules["triton"] = None
 sys.modules["triton.language"] = None
 import torch
@@ -252,3 +254,25 @@ def test_constants_are_keywords(names, given, options):
         _triton._constants(kernel, given, options)
     ordered = SimpleNamespace(params=params, arg_names=["x", "size", "N"], __name__="kernel")
     assert _triton._constants(ordered, 2, {"N": 8, "num_warps": 4}) == (8,)
+
+
+def test_a2_dynamo_never_traces_into_a_cache(monkeypatch):
+    """What a layer asks of its device while it is compiled is a constant to Dynamo, without the
+    warning that it gives of every function wrapped by `functools.cache`."""
+    properties = SimpleNamespace(name="GPU", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    _triton._properties.cache_clear()
+    device = torch.device("cuda", 0)
+
+    def ask(x):
+        x = x + _triton.capability(device)[0] + _triton.num_sms(device)
+        return x + len(_triton.device_name(device))
+
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            asked = torch.compile(ask, backend="eager", fullgraph=True)(torch.zeros(1))
+    finally:
+        _triton._properties.cache_clear()
+    assert asked.item() == 9 + 132 + 3
+    assert not [str(warning.message) for warning in told if "lru_cache" in str(warning.message)]

@@ -1,0 +1,261 @@
+"""What a user is told: mistakes in the words of the config file, and what a run says of itself."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import train
+from training.config import ConfigError, field_names, load_config
+from training.config_load import expand_home, read_words
+from training.config_routers import in_config_words, place_of
+from training.schedule import learning_rate, warmup_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def told(config: Path, *words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config, words)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- paths --------------------------------------------------------------------------------------
+
+
+def test_e1_a_tilde_in_a_path_is_the_home_folder(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = load_config(
+        tiny_config,
+        [
+            "run.dir=~/runs",
+            "data.cache_dir=~",
+            "data.cache_dir=~/cache",
+            "data.tokenizer=~/tokenizer",
+            "data.sources=[{path: ~/a.txt}, {path: [~/b.txt, c.txt], name: b}]",
+            "parallel.offload_path=~/nvme",
+        ],
+    )
+    assert given.run.dir == str(tmp_path / "runs")
+    assert given.data.cache_dir == str(tmp_path / "cache")
+    assert given.data.tokenizer == str(tmp_path / "tokenizer")
+    assert given.data.sources[0].path == str(tmp_path / "a.txt")
+    assert given.data.sources[1].path == [str(tmp_path / "b.txt"), "c.txt"]
+    assert given.parallel.offload_path == str(tmp_path / "nvme")
+    assert str(tmp_path) in told(tiny_config, "model.init_from=~/nowhere")
+    assert str(tmp_path) in told(tiny_config, "model.hf_config=~/nowhere")
+    copied = tmp_path / "copied.yaml"
+    copied.write_text(tiny_config.read_text())
+    assert load_config("~/copied.yaml").run.name == "copied"
+    assert "there is no user 'nobody-of-that-name'" in told(
+        tiny_config, "run.dir=~nobody-of-that-name/x"
+    )
+
+
+def test_e1_every_script_expands_a_tilde_in_its_paths():
+    """Every argument of a script that is called a folder or file has a type that expands it."""
+    kinds = ("config", "checkpoint", "model", "folder", "out", "run", "inputs", "files", "text")
+    kinds += ("tokenizer", "json", "traces", "check")
+    forgotten = []
+    for file in sorted((ROOT / "scripts").glob("*.py")):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not (
+                isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument"
+            ):
+                continue
+            name = ast.literal_eval(call.args[0]).lstrip("-")
+            keywords = {word.arg: word.value for word in call.keywords}
+            if name not in kinds or "action" in keywords or file.name == "doctor.py":
+                continue
+            if getattr(keywords.get("type"), "id", "") not in ("expand_home", "user_path"):
+                forgotten.append(f"{file.name}: {name}")
+    assert not forgotten
+
+
+def test_e1_only_a_leading_tilde_counts(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert expand_home("~/x") == "/home/me/x"
+    assert [expand_home(path) for path in ("./~/x", "a~", "bundled:x")] == [
+        "./~/x",
+        "a~",
+        "bundled:x",
+    ]
+
+
+# --- keys and values by other names -------------------------------------------------------------
+
+
+def test_e3_the_device_gpu_is_cuda(tiny_config):
+    assert told(tiny_config, "run.device=gpu").endswith("did you mean cuda?")
+    assert told(tiny_config, "train.dtype=bf16").endswith("did you mean bfloat16?")
+
+
+def test_e17_other_programs_names_and_the_same_section_first(tiny_config):
+    assert told(tiny_config, "optim.learning_rate=1").endswith("did you mean optim.lr?")
+    assert told(tiny_config, "train.learning_rate=1").endswith("did you mean optim.lr?")
+    assert told(tiny_config, "train.batch_size=1").endswith("did you mean train.global_batch_size?")
+    for section in ("log", "eval", "checkpoint"):
+        assert told(tiny_config, f"{section}.every=1").endswith(f"mean {section}.every_steps?")
+    # a name that is another section's in full, and like nothing here, still is found there
+    assert told(tiny_config, "train.lr=1").endswith("did you mean optim.lr?")
+    with pytest.raises(ConfigError, match=r"did you mean log\.every_steps=3\?"):
+        read_words(["--log.every", "3"], field_names())
+    with pytest.raises(ConfigError, match=r"did you mean optim\.lr=3\?"):
+        read_words(["--learning-rate", "3"], field_names())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train.steps 20", "train.steps is a setting; write train.steps=20"),
+        ("x.yaml train.steps 20", "write train.steps=20"),
+        ("x.yaml train.step 20 run.name=a", "write train.steps=20"),
+        ("x.yaml steps 20", "write train.steps=20"),
+        ("x.yaml train.steps run.name=a", "write train.steps=…"),
+    ],
+)
+def test_e20_a_setting_without_its_equals_sign(words, message):
+    with pytest.raises(ConfigError) as caught:
+        read_words(words.split(), field_names())
+    assert message in str(caught.value)
+
+
+def test_e20_a_file_is_still_a_file():
+    names = field_names()
+    for file in ("configs/steps", "train.yaml", "steps.yml", "my.config"):
+        assert read_words([file, "train.steps=2"], names) == (file, ["train.steps=2"])
+
+
+# --- switches and lengths -----------------------------------------------------------------------
+
+
+def test_e4_switching_off_on_the_command_line_takes_the_rest_along(tiny_config, tmp_path):
+    config = load_config(tiny_config, ["eval.every_steps=null"])  # the file has eval.batches
+    assert config.eval.every_steps is None
+    file = tmp_path / "more.yaml"
+    file.write_text(
+        tiny_config.read_text()
+        + "\nrouter: {bias_update: quantile, bias_ema: 0.5, end_steps: 2}\nsurgery: {every: 7}\n"
+    )
+    off = ["router.bias_update=none", "router.end_steps=null", "surgery.policy=none"]
+    config = load_config(file, off)
+    assert (config.router.bias_ema, config.surgery.every) == (0.0, 500)
+    # what is given beside the switch is still a contradiction, and so is one inside the file
+    assert "eval.batches=3 has no effect" in told(
+        tiny_config, "eval.every_steps=null", "eval.batches=3"
+    )
+    assert "surgery.every=7 has no effect" in told(file)
+
+
+def test_e13_a_warm_up_longer_than_the_run_is_cut_and_told(
+    tiny_config, tmp_path, monkeypatch, capsys
+):
+    optim = load_config(tiny_config, ["optim.warmup_steps=40", "train.steps=20"]).optim
+    assert (warmup_steps(40, 20), warmup_steps(40, 40), warmup_steps(40, 41)) == (2, 4, 40)
+    assert [learning_rate(optim, step, 20) / optim.lr for step in (0, 1)] == [0.5, 1.0]
+    monkeypatch.chdir(tmp_path)
+    words = ["optim.warmup_steps=40", "train.steps=2", "eval.every_steps=null"]
+    assert train.main([str(tiny_config), *words, "run.name=short"]) == 0
+    assert (
+        "warm-up takes 0 of the 2 steps, a tenth: optim.warmup_steps=40 is not below their number"
+        in capsys.readouterr().out
+    )
+
+
+# --- errors of the layer, in the words of the config --------------------------------------------
+
+
+def raised_texts(file: Path) -> list[str]:
+    """The texts of all ValueErrors that a module raises, without their values."""
+    texts = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Raise) and getattr(node.exc.func, "id", "") == "ValueError":
+            parts = [part for part in ast.walk(node.exc) if isinstance(part, ast.Constant)]
+            texts.append(" ".join(str(part.value) for part in parts))
+    return texts
+
+
+def test_e21_no_error_names_a_key_that_no_config_has():
+    """Whatever the layer's checks name, the config's error says by a key that exists."""
+    known = {f"{place}.{key}" for place, keys in field_names().items() for key in keys}
+    modules = ("router_checks", "layer", "control", "top_k", "rounding", "mixed_experts")
+    seen = 0
+    for module in modules:
+        for text in raised_texts(ROOT / "moe" / f"{module}.py"):
+            for owner, name in re.findall(r"(?<![\w.])(control\.|rounding\.)?([a-z]\w+)=", text):
+                if name in ("backend", "choose"):
+                    continue
+                seen += 1
+                place = place_of(name, owner)
+                assert place in known, f"moe/{module}.py: {owner}{name} is {place} in a config"
+    assert seen > 40
+
+
+def test_e21_sentences_are_translated_whole():
+    for ours, theirs in (
+        (
+            "control.capacity=9.0 has no effect: no expert can get more than that",
+            "router.capacity_factor=9.0 has no effect: no expert can get more than that",
+        ),
+        (
+            "groups_kept=1 groups of 4 experts hold 4 experts, fewer than num_experts_per_tok=8",
+            "model.topk_group=1 groups of 4 experts hold 4 experts, fewer than "
+            "model.num_experts_per_tok=8",
+        ),
+        (
+            "num_experts_per_tok=1 with norm='topk_sum' is constant; allowed: norm='none'",
+            "model.num_experts_per_tok=1 with model.norm_topk_prob=true is constant; "
+            "allowed: model.norm_topk_prob=false",
+        ),
+        (
+            "start_experts=3 must be from 4 to num_experts=8",
+            "surgery.start_experts=3 must be from 4 to model.num_experts=8",
+        ),
+        (
+            "control.ema=0.9 does not go with families=True; allowed: None",
+            "router.ema=0.9 does not go with surgery.clone='family'; allowed: null",
+        ),
+        (
+            "with rounding, limit them by rounding.max_tiles",
+            "with rounding, limit them by router.rounding_max_tiles",
+        ),
+    ):
+        assert in_config_words(ours) == theirs
+
+
+# --- train.py -----------------------------------------------------------------------------------
+
+
+def test_e7_train_without_arguments_says_how_it_is_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([]) == 2
+    printed = capsys.readouterr()
+    assert "python train.py CONFIG [section.key=value ...]" in printed.err and not printed.out
+    assert train.main(["train.steps=20"]) == 2
+    assert "needs a config file, for example: python train.py configs/" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_e10_an_example_config_asks_for_your_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["run.device=cpu", "model.num_hidden_layers=1", "model.vocab_size=32768"]
+    assert train.main([str(ROOT / "configs/tessera_1b_a200m.yaml"), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "give your own text: data.sources='[{path: FILE_OR_FOLDER}]'" in line
+
+
+def test_f7_an_import_error_is_one_line(tmp_path, capsys):
+    import_hf = runpy.run_path(str(ROOT / "scripts" / "import_hf.py"))["main"]
+    config = {"model_type": "qwen3_moe", "num_experts": -3, "hidden_size": "wide"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as ended:
+        import_hf([str(tmp_path), str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line == "error: hidden_size='wide' must be a whole number"
