@@ -79,8 +79,8 @@ def test_e1_every_script_expands_a_tilde_in_its_paths():
 
 
 def test_e1_only_a_leading_tilde_counts(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert expand_home("~/x") == "/home/me/x"
+    monkeypatch.setenv("HOME", "/base/me")
+    assert expand_home("~/x") == "/base/me/x"
     assert [expand_home(path) for path in ("./~/x", "a~", "bundled:x")] == [
         "./~/x",
         "a~",
@@ -136,7 +136,7 @@ def test_e20_a_file_is_still_a_file():
 
 
 def test_e4_switching_off_on_the_command_line_takes_the_rest_along(tiny_config, tmp_path):
-    config = load_config(tiny_config, ["eval.every_steps=null"])  # the file has eval.batches
+    config = load_config(tiny_config, ["eval.every_steps=null"])  # the file has eval.rows
     assert config.eval.every_steps is None
     file = tmp_path / "more.yaml"
     file.write_text(
@@ -147,8 +147,8 @@ def test_e4_switching_off_on_the_command_line_takes_the_rest_along(tiny_config, 
     config = load_config(file, off)
     assert (config.router.bias_ema, config.surgery.every) == (0.0, 500)
     # what is given beside the switch is still a contradiction, and so is one inside the file
-    assert "eval.batches=3 has no effect" in told(
-        tiny_config, "eval.every_steps=null", "eval.batches=3"
+    assert "eval.rows=3 has no effect" in told(
+        tiny_config, "eval.every_steps=null", "eval.rows=3"
     )
     assert "surgery.every=7 has no effect" in told(file)
 
