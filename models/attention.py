@@ -24,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from models.config import ModelConfig
 from models.norm import RMSNorm
 from models.rope import Rotation, rotate
+from moe.kernels._triton import on_gpu
 
 # Options of varlen_attn; they differ between PyTorch 2.10 and 2.13.
 _VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
@@ -167,7 +168,7 @@ def packed_attention(
     q_THC, k_TGC, v_TGC = (part.flatten(0, 1) for part in (q_BLHC, k_BLGC, v_BLGC))
     width = q_BLHC.shape[-1]
     narrow = q_BLHC.dtype in (torch.bfloat16, torch.float16)
-    if q_BLHC.is_cuda and narrow and width % 8 == 0 and width <= 256:
+    if on_gpu(q_BLHC.device) and narrow and width % 8 == 0 and width <= 256:
         y_THC = _flash(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest=q_BLHC.shape[1])
     else:
         y_THC = torch.ops.tessera.document_attention(q_THC, k_TGC, v_TGC, lengths_N)

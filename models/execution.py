@@ -78,7 +78,8 @@ def run_checkpointed(function: Callable, *arguments: Any) -> Any:
 _KEPT = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "tessera::document_attention"})
 
 
-def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def products_are_kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of "selective", for an operator inside of attention."""
     name = op.name().split(".")[0] if hasattr(op, "name") else ""
     if name in _KEPT or "attention_" in name or "_attn" in name:
         return CheckpointPolicy.MUST_SAVE
@@ -87,7 +88,7 @@ def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 def selective_attention(function: Callable, *arguments: Any) -> Tensor:
     """Run the attention half of a block, keeping products and attention, recomputing the rest."""
-    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+    contexts = partial(create_selective_checkpoint_contexts, products_are_kept)
     return checkpoint(
         function, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
     )

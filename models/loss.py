@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from models.cross_entropy import IGNORED, cross_entropy
-from moe.kernels._triton import pick_backend
+from moe.kernels._triton import on_gpu, pick_backend
 
 __all__ = ["IGNORED", "default_chunk", "linear_cross_entropy", "loss_backend"]
 
@@ -83,7 +83,7 @@ def default_chunk(tokens: int, width: int, words: int, device: torch.device) -> 
     """Tokens per chunk: a power of two of at least 128, with about as many logits as x has
     elements; on a GPU at least 2^28 logits."""
     logits = tokens * width
-    if device.type == "cuda":
+    if on_gpu(device):
         logits = max(logits, _GPU_LOGITS)
     chunk = 2 ** round(math.log2(max(128, logits / words)))
     return max(1, min(tokens, chunk))
@@ -154,14 +154,14 @@ def _forward(
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a · b in `dtype` without rounding to the operands' dtype first, where the device can."""
-    if a.is_cuda and a.dtype != dtype:
+    if on_gpu(a.device) and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a · b, in place and in the dtype of `total`."""
-    if a.is_cuda and a.dtype != total.dtype:
+    if on_gpu(a.device) and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += (a @ b).to(total.dtype)

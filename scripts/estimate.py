@@ -161,7 +161,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     memory = process_memory(config, plan)
     one = plan.engine is None and plan.accumulation == 1 and plan.dtype == "bfloat16"
-    sums = "bfloat16: one micro-batch in a step" if one else "float32"
+    sums = "float32; others pass with the activations" if one else "float32"
+    blocks = "blocks compiled" if plan.compile else "blocks not compiled"
     outside = [
         ("in host memory", memory.host, "offloaded; of each process, not of each host"),
         ("in files", memory.disk, "offloaded to parallel.offload_path, likewise"),
@@ -174,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
             ("gradients", _gib(memory.gradients), sums),
             ("master weights", _gib(memory.masters), "float32, where weights are not"),
             ("AdamW moments", _gib(memory.moments), f"{config.optim.moments}, two"),
-            ("activations", _gib(memory.activations), "peak of one micro-batch, by replay"),
+            ("activations", _gib(memory.activations), "at their worst, by replay; " + blocks),
             ("context", _gib(memory.context), "CUDA, communication; a fixed guess"),
             ("all", _gib(memory.total), ""),
             *((name, _gib(size), remark) for name, size, remark in outside if size),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -81,6 +81,27 @@ BACKENDS = ("auto", "reference", "triton", "hopper", "spmm")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+_as_on_gpu = False
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside: tensors without content (`FakeTensorMode`) go the way of those on a GPU, whatever
+    their device, and nothing is launched. (Builds of PyTorch for CPUs know no gradients of CUDA
+    tensors, not even of such that have no content.)"""
+    global _as_on_gpu
+    before, _as_on_gpu = _as_on_gpu, True
+    try:
+        yield
+    finally:
+        _as_on_gpu = before
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether tensors there are on a GPU, or taken for such (`as_on_gpu`)."""
+    return _as_on_gpu or device.type == "cuda"
+
+
 def pick_backend(
     name: str,
     tensor: Tensor,
@@ -102,6 +123,8 @@ def pick_backend(
     """
     if name not in BACKENDS:
         raise ValueError(f"{argument}={name!r} is unknown; allowed: {', '.join(BACKENDS)}")
+    if _as_on_gpu:
+        return "reference" if name == "reference" else "triton"
     if name == "spmm":
         name = "auto"
     floating = tensor.dtype.is_floating_point
@@ -200,6 +223,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     which refuses memory that a kernel cannot reach. Compile-time constants must be given by
     keyword, all other arguments by position.
     """
+    if _as_on_gpu:
+        return
     if INTERPRET:
         kernel[grid](*args, **options)
         return

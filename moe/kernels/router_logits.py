@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels._grouped import define_op
-from moe.kernels._triton import cdiv, launch, pick_backend, tl, triton
+from moe.kernels._triton import cdiv, launch, on_gpu, pick_backend, tl, triton
 
 # ---------------------------------------------------------------------------------------- reference
 
@@ -118,7 +118,7 @@ def split_gradient(grad_TE: Tensor) -> Tensor:
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """bfloat16 product, added and kept in float32."""
-    if a.is_cuda:
+    if on_gpu(a.device):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()  # the same numbers where there are no tensor cores
 

@@ -11,9 +11,12 @@ import yaml
 import training.memory
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
+from models.documents import Documents
+from models.execution import compile_blocks
 from training.config import load_config, make_plan
-from training.memory import Allocations, activation_bytes, process_memory, replay
+from training.memory import activation_bytes, process_memory
 from training.optim import MasterAdamW, States, parameter_groups
+from training.replay import Allocations, replay
 
 SMALL = ModelConfig(
     family="qwen3_moe",
@@ -89,10 +92,7 @@ def test_states_are_the_optimizers_buffers(tmp_path, dtype, narrow, monkeypatch)
     assert memory.weights == weights
     assert memory.moments == moments
     assert memory.masters == masters
-    gradients = optimizer.gradient.nbytes - 3 * 4  # without the three loss terms
-    if plan.accumulation == 1:
-        gradients += sum(2 * f.size for f in optimizer.flats if f.group.dtype == torch.bfloat16)
-    assert memory.gradients == gradients
+    assert memory.gradients == optimizer.gradient.nbytes - 3 * 4  # without the three loss terms
     assert memory.context == 0
 
 
@@ -152,6 +152,8 @@ def test_rows_of_other_ranks_are_as_wide_as_the_experts_of_each_family(name, mon
 def saved_bytes(config: ModelConfig, rows: int, seq_len: int, **options) -> int:
     """What autograd really keeps of one forward pass, on the CPU."""
     model = build_model(config, kernels="reference", save=options.get("save", "h"))
+    if options.get("compiled"):
+        compile_blocks(model, backend="aot_eager_decomp_partition")
     seen: dict[int, tuple[int, torch.Tensor]] = {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -163,14 +165,16 @@ def saved_bytes(config: ModelConfig, rows: int, seq_len: int, **options) -> int:
 
     tokens_BL = torch.randint(0, config.vocab_size, (rows, seq_len))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens_BL, labels_BL=tokens_BL)
+        documents = Documents.from_lengths([seq_len] * rows)
+        valid_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
+        model(tokens_BL, labels_BL=tokens_BL, documents=documents, valid_BL=valid_BL)
     return sum(size for size, _ in seen.values())
 
 
 @functools.cache
-def replayed(layers: int, rows: int = 4, **options) -> int:
+def replayed(layers: int, rows: int = 4, dtype=torch.float32, **options) -> int:
     config = ModelConfig(**{**SMALL.model_dump(), "num_hidden_layers": layers})
-    return replay(config, rows=rows, seq_len=128, dtype=torch.float32, **options)
+    return replay(config, rows=rows, seq_len=128, dtype=dtype, **options)
 
 
 def test_memory_of_a_layer_is_what_autograd_keeps_of_it():
@@ -182,12 +186,55 @@ def test_memory_of_a_layer_is_what_autograd_keeps_of_it():
     assert replayed(2) > saved(2), "the peak holds more than what is kept"
 
 
-def test_replay_of_few_layers_stands_for_the_whole_model(tmp_path):
-    words = ["model.num_hidden_layers=6", "model.mlp_only_layers=[1, 4]"]
-    config = load_config(write(tmp_path), words)
-    plan = make_plan(config, cuda=False)
-    whole = replay(config.model.config, rows=4, seq_len=128, dtype=torch.float32)
-    assert activation_bytes(config, plan) == pytest.approx(whole, rel=0.05)
+BFLOAT16 = ["optim.weights=bfloat16", "optim.moments=bfloat16", "train.checkpointing=none"]
+FOUR_ROWS = ["train.micro_batch_size=4", "train.global_batch_size=4"]
+
+EIGHT_LAYERS = [
+    "model.num_hidden_layers=8",
+    "train.micro_batch_size=4",
+    "train.global_batch_size=4",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "gib"),
+    [
+        ("tessera_1b_a200m", ["train.global_batch_size=64"], 29.75),
+        ("olmoe_1b_7b", [*BFLOAT16, "train.micro_batch_size=8", "train.global_batch_size=8"], 78.2),
+        ("olmoe_1b_7b", ["train.global_batch_size=8"], 125.6),
+        ("qwen3_30b_a3b", [*BFLOAT16, *FOUR_ROWS, "model.num_hidden_layers=8"], 43.6),
+    ],
+)
+def test_a5_peaks_are_those_measured_on_one_h200(name, words, gib):
+    """Compiled; what docs/performance.md has of scripts/bench_train.py."""
+    config = load_config(f"configs/{name}.yaml", words)
+    memory = process_memory(config, make_plan(config, cuda=True))
+    assert (memory.total - memory.context) / 2**30 == pytest.approx(gib, rel=0.03)
+
+
+def test_a5_a_compiled_block_keeps_what_the_compiler_keeps():
+    """The saved tensors of torch.compile with the partitioner of its default backend."""
+    config = ModelConfig(**{**SMALL.model_dump(), "num_hidden_layers": 3})
+
+    def kept(layers):
+        small = ModelConfig(**{**config.model_dump(), "num_hidden_layers": layers})
+        return saved_bytes(small, 4, 128, compiled=True)
+
+    compiled = replayed(3, compiled=True) - replayed(2, compiled=True)
+    assert compiled == pytest.approx(kept(3) - kept(2), rel=0.02)
+    assert compiled < 0.8 * (replayed(3) - replayed(2))
+
+
+def test_a5_gradients_count_while_they_exist():
+    """They come to be while activations go: one that stays adds to the peak only at its end."""
+    passing, kept = (
+        replayed(3, rows=rows, dtype=torch.bfloat16, keep_gradients=keep)
+        for rows, keep in ((4, False), (4, True))
+    )
+    gradients = 2 * sum(p.numel() for p in build_model(SMALL, device="meta").parameters())
+    assert kept < passing + gradients / 2
+    small = replayed(3, rows=1, dtype=torch.bfloat16, keep_gradients=True)
+    assert small > 0.9 * gradients
 
 
 def test_memory_is_that_of_the_routing_of_the_run(tmp_path):
@@ -214,6 +261,14 @@ def test_recomputing_and_smaller_batches_need_less():
     assert none > 1.1 * selective > 1.1 * full
     assert replayed(2, save="x") < 0.95 * none
     assert replayed(2, rows=1) < 0.4 * none
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("save", ["h", "x", "fp8_h"])
+def test_a5_whatever_is_kept_needs_less_when_compiled(checkpointing, save):
+    options = {"checkpointing": checkpointing, "save": save, "gpu": True, "dtype": torch.bfloat16}
+    compiled, eager = replayed(3, compiled=True, **options), replayed(3, **options)
+    assert 0.4 * eager < compiled <= eager
 
 
 def test_allocations_counts_storages_while_they_live():
