@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from parallel import World, from_main
-from training.checkpoint import newest, read_state
+from training.checkpoint import candidates, newest, read_state
 from training.config_load import ConfigError
 from training.data.lock import disk_errors
 from training.logging import EVENTS, METRICS, holds_run, read_lines
@@ -82,7 +82,8 @@ def open_run(config: Config, world: World) -> Run:
 
     Raises:
         ConfigError: `run.resume=never` and the folder holds a run; another process is using it;
-            it cannot be written; or a setting that must stay has changed.
+            it cannot be written; all of its checkpoints are damaged; or a setting that must stay
+            has changed.
     """
     folder = config.run.folder
     new = not folder.exists()
@@ -93,6 +94,8 @@ def open_run(config: Config, world: World) -> Run:
     if new and world.size == 1 and not holds_run(folder):
         _made.append(folder)
     checkpoint, passed_over = newest(folder / "checkpoints", world)
+    if checkpoint is None and passed_over:
+        _refuse_damaged(folder / "checkpoints", passed_over, world)
     if checkpoint is None and world.main:  # of other text or settings, maybe: it is made anew
         shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     elif world.main and not (folder / "tokenizer" / "tokenizer.json").is_file():
@@ -110,6 +113,19 @@ def open_run(config: Config, world: World) -> Run:
                 f"in a run: {'; '.join(refused)}. Set them back, or give another run.name"
             )
     return Run(folder, attempt, checkpoint, tuple(passed_over), tuple(changed))
+
+
+def _refuse_damaged(root: Path, passed_over: Sequence[str], world: World) -> None:
+    """ConfigError where checkpoints are there and none can be used: to start from step 1 would
+    throw them away. A first save that never ended is no such checkpoint."""
+    ended = [path for path in candidates(root) if path.suffix != ".tmp"] if world.main else None
+    if from_main(world, ended):
+        more = f"; and {len(passed_over) - 2} more" if len(passed_over) > 2 else ""
+        raise ConfigError(
+            f"{root} holds no checkpoint that can be used: {'; '.join(passed_over[:2])}{more}. Put "
+            "a good copy there to resume; to start anew give another run.name, or remove that "
+            "folder"
+        )
 
 
 MOST_EPOCHS_A_STEP = 1000  # a mistyped batch size; the places of a step's rows are held in memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -87,3 +88,26 @@ def test_c3_epochs_are_those_of_the_rows_whatever_the_batch(
     assert 2 * epoch[0] <= taken < 2 * epoch[0] + then
     assert run(*words, f"train.global_batch_size={then}") == 0, "finished: no step more"
     assert read_state((root / "latest").resolve()) == state
+
+
+def test_c14_a_run_with_damaged_checkpoints_alone_is_refused(run, tmp_path, capsys):
+    settings = ("run.name=damaged", "train.steps=6", "eval.every_steps=null", "eval.rows=128")
+    assert run(*settings) == 0
+    root = tmp_path / "runs/damaged/checkpoints"
+    folders = [path for path in root.glob("step_*") if not path.is_symlink()]
+    assert len(folders) == 2
+    for folder in folders:
+        data = next(folder.glob("*.distcp"))
+        data.write_bytes(b"x" * data.stat().st_size)
+    before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+    capsys.readouterr()
+    for _ in range(2):
+        assert run(*settings) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "holds no checkpoint that can be used" in line and "give another run.name" in line
+        assert "step_00000006" in line and "does not match its checksum" in line
+    assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
+    # a save that never ended is no checkpoint: such a run starts
+    unfinished = tmp_path / "runs/unfinished/checkpoints/step_00000003.tmp"
+    shutil.copytree(folders[0], unfinished)
+    assert run(*settings, "run.name=unfinished") == 0

@@ -9,6 +9,7 @@ is the same on every rank.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,7 @@ class TrainData:
 
         Raises:
             RuntimeError: a reader process died.
-            DataError: a streamed source cannot go on, or a block is damaged.
+            DataError: a streamed source cannot go on, or a block is damaged or gone.
         """
         share = _Share(global_batch_size, micro_batch_size, rank, world)
         cursor = self._new_cursor()  # runs ahead
@@ -193,13 +194,20 @@ class TrainData:
                 yield batches
         except DataError as error:  # a reader process's comes with its traceback before it
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
-        except (EOFError, ConnectionError, FileNotFoundError) as error:
-            # What a batch's shared memory answers whose process is gone; torch's own message of
-            # a killed worker may come first or not.
-            raise RuntimeError(
-                f"a process that reads batches died ({type(error).__name__}); if it was killed "
-                "for memory, set data.workers lower"
-            ) from error
+        except (EOFError, OSError) as error:
+            # Besides torch's own message of a killed worker, what a batch's shared memory answers
+            # whose process is gone: a lost connection, or a file or socket that is not there.
+            if _a_reader_died(loader):
+                raise RuntimeError(
+                    f"a process that reads batches died ({type(error).__name__}); if it was killed "
+                    "for memory, set data.workers lower"
+                ) from error
+            if isinstance(error, FileNotFoundError):
+                gone = str(error).rpartition("FileNotFoundError: ")[2].strip()
+                raise DataError(f"a file of the data is gone while the run reads it: {gone}") from (
+                    error
+                )
+            raise
         finally:
             del loader  # ends reader processes now, and not when the garbage collector comes by
 
@@ -354,6 +362,18 @@ class TrainData:
         for source in (*self.sources, *self.validation_sources):
             if source.feeder is not None:
                 source.feeder.close()
+
+
+def _a_reader_died(loader: Iterator[Batch], patience_s: float = 1.0) -> bool:
+    """Whether a reader process of `loader` has ended by itself. Its sockets close a moment before
+    the kernel tells that it has."""
+    readers = getattr(loader, "_workers", ())  # of torch's iterator; none with workers=0
+    end = time.monotonic() + patience_s
+    while readers and all(reader.is_alive() for reader in readers):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return bool(readers)
 
 
 def build_data(

@@ -149,14 +149,14 @@ class TokenStore:
         size = head + self.dtype.itemsize * block.tokens
         try:
             actual = path.stat().st_size
+            if actual != size:
+                raise DataError(f"{path} is damaged: {actual} bytes instead of {size}")
+            if size == 0:
+                return np.zeros(0, np.int64), np.zeros(0, self.dtype)
+            # A plain array over the map: slicing a numpy.memmap costs three times as much.
+            raw = np.asarray(np.memmap(path, mode="r"))
         except OSError as error:
             raise DataError(f"{self.folder} is damaged: {error}") from None
-        if actual != size:
-            raise DataError(f"{path} is damaged: {actual} bytes instead of {size}")
-        if size == 0:
-            return np.zeros(0, np.int64), np.zeros(0, self.dtype)
-        # A plain array over the map: slicing a numpy.memmap costs three times as much.
-        raw = np.asarray(np.memmap(path, mode="r"))
         if verify and zlib.crc32(raw) != block.crc:  # wrong ids would train in silence
             raise DataError(
                 f"{path} is damaged: the checksum differs; remove {self.folder}: the next start "

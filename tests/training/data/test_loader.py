@@ -180,6 +180,28 @@ def test_reading_leaves_torch_random_state_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_c13_a_file_that_is_gone_is_named(tmp_path: Path, monkeypatch, workers: int) -> None:
+    gone = tmp_path / "gone.bin"
+    monkeypatch.setattr(_Rows, "__getitem__", lambda self, where: open(gone))  # noqa: SIM115
+    data = make_data(tmp_path, UNEQUAL, seq_len=8, workers=workers)
+    with pytest.raises(DataError) as told:
+        next(data.steps(global_batch_size=2, micro_batch_size=2))
+    assert str(gone) in str(told.value) and "died" not in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_c13_another_error_of_reading_is_not_a_death(tmp_path: Path, monkeypatch, workers) -> None:
+    def refused(self, where):
+        raise ConnectionResetError("by a file system")
+
+    monkeypatch.setattr(_Rows, "__getitem__", refused)
+    data = make_data(tmp_path, UNEQUAL, seq_len=8, workers=workers)
+    with pytest.raises(ConnectionResetError, match="by a file system"):
+        next(data.steps(global_batch_size=2, micro_batch_size=2))
+
+
 def test_a_killed_reader_process_is_an_error(tmp_path: Path, monkeypatch, capfd) -> None:
     data = make_data(tmp_path, UNEQUAL, seq_len=8, workers=1)
     original = _Rows.__getitem__
