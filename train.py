@@ -32,14 +32,14 @@ from training.checkpoint import CheckpointError, Saver
 from training.config import Config, Plan, field_names, load_config, make_plan, write_resolved
 from training.config_load import ConfigError, read_words
 from training.config_routers import check_routers
-from training.data import DataError, build_data, load_tokenizer
+from training.data import build_data, load_tokenizer
 from training.device import open_device, seed_all, setup_determinism
 from training.evaluate import as_trained, on_schedule, sample_text, validate
 from training.exactness import acting
 from training.faults import RunFailed, StopRequest
 from training.first_bias import calibrate
 from training.job import Job
-from training.logging import DISK_FULL, RunLog
+from training.logging import RunLog
 from training.loop import Pace, StepResult, agree_on_step, train_step
 from training.probe import make_probe
 from training.run import open_run, release, total_steps, withdraw
@@ -265,24 +265,15 @@ def main(arguments: Sequence[str]) -> int:
         plan.offload.check_folder()
         world = start(plan.device, config.parallel.timeout_s)
         job = prepare(config, plan, world)
-    except ValueError as error:  # ConfigError, DataError, and what models and layers refuse
+    except faults.USER_ERRORS as error:
         withdraw()
         return faults.tell(world.rank, error, faults.USER_ERROR)
-    except CheckpointError as error:
+    except Exception as error:
         withdraw()
-        return faults.tell(world.rank, error, faults.FAILED)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        withdraw()
-        full = RunFailed(f"no space to write the run or its data: {error}; free some")
-        return faults.tell(world.rank, full, faults.FAILED)
-    except RuntimeError as error:
-        if not faults.no_memory(error):
-            raise
-        withdraw()
-        told = f"no memory for this model: {error}; lower model.* or train.micro_batch_size"
-        return faults.tell(world.rank, RunFailed(told), faults.FAILED)
+        if (told := faults.at_start(error)) is not None:
+            return faults.tell(world.rank, told, faults.FAILED)
+        traceback.print_exc()
+        return faults.FAILED
 
     try:
         with StopRequest() as stop:
@@ -291,7 +282,7 @@ def main(arguments: Sequence[str]) -> int:
         return code
     except torch.OutOfMemoryError as error:
         return faults.tell(world.rank, status.out_of_memory(job, error), faults.FAILED)
-    except DataError as error:  # a block that is read for the first time may be damaged
+    except faults.USER_ERRORS as error:  # a block that is read for the first time may be damaged
         return faults.tell(world.rank, RunFailed(error), faults.USER_ERROR)
     except (RunFailed, CheckpointError) as error:
         return faults.tell(world.rank, error, faults.FAILED)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from models.errors import UserError
+
 if TYPE_CHECKING:
     from moe.layer import MoEConfig
 
@@ -391,13 +393,13 @@ def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
         places = [path / place / "config.json" for place in _PLACES]
         path = next((place for place in places if place.is_file()), places[0])
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise UserError(f"there is no file {path}")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a {type(raw).__name__}, expected a JSON object")
+        raise UserError(f"{path} holds a {type(raw).__name__}, expected a JSON object")
     return raw
 
 
@@ -408,20 +410,18 @@ def _normal_rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "default":
         if rest or raw.get("factor", 1) != 1:
             said = ", ".join(f"{key}={value!r}" for key, value in raw.items())
-            raise ValueError(
+            raise UserError(
                 f"rope_scaling with {said} scales nothing without rope_type: linear; allowed: "
                 "{rope_type: linear, factor: f}, or null"
             )
         return None
     if kind != "linear":
-        raise ValueError(f"rope_scaling type {kind!r} is not supported; allowed: default, linear")
+        raise UserError(f"rope_scaling type {kind!r} is not supported; allowed: default, linear")
     factor = raw.get("factor")
     if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
-        raise ValueError(f"rope_scaling.factor={factor!r} must be a number of at least 1")
+        raise UserError(f"rope_scaling.factor={factor!r} must be a number of at least 1")
     if rest:
-        raise ValueError(
-            f"rope_scaling has unknown keys {sorted(rest)}; allowed: rope_type, factor"
-        )
+        raise UserError(f"rope_scaling has unknown keys {sorted(rest)}; allowed: rope_type, factor")
     return {"rope_type": "linear", "factor": float(factor)}
 
 

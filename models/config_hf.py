@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, get_args
 
 from models.config import _HF_TOKEN_IDS, _OWN, FAMILY_DEFAULTS, Family, _normal_rope_scaling
+from models.errors import UserError
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -99,7 +100,7 @@ def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> di
     """
     family = raw.get("model_type")
     if family not in get_args(Family):  # which need not be text
-        raise ValueError(
+        raise UserError(
             f"model_type={family!r} is not supported; allowed: {', '.join(get_args(Family))}"
         )
     own = FAMILY_DEFAULTS[family]
@@ -117,7 +118,7 @@ def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> di
             unknown.append(key)
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise ValueError(
+        raise UserError(
             f"config.json has keys that are not understood: {names}; if they do "
             "not change what the model computes, name them in ignore_keys (--ignore-key)"
         )
@@ -134,7 +135,7 @@ def _one_of(raw: dict[str, Any], keys: tuple[str, ...]) -> Any:
     given = {key: raw[key] for key in keys if raw.get(key) is not None}
     values = list(given.values())
     if any(value != values[0] for value in values):
-        raise ValueError(f"config.json contradicts itself: {given}")
+        raise UserError(f"config.json contradicts itself: {given}")
     return values[0] if values else None
 
 
@@ -144,7 +145,7 @@ def _rope_fields(raw: dict[str, Any], family: str) -> dict[str, Any]:
     """
     new = raw.get("rope_parameters") or {}
     if not isinstance(new, dict) or any(isinstance(value, dict) for value in new.values()):
-        raise ValueError(f"rope_parameters={new!r} is not supported; expected one flat object")
+        raise UserError(f"rope_parameters={new!r} is not supported; expected one flat object")
     theta = _one_of(
         {"rope_theta": raw.get("rope_theta"), "rope_parameters.rope_theta": new.get("rope_theta")},
         ("rope_theta", "rope_parameters.rope_theta"),
@@ -160,7 +161,7 @@ def _rope_fields(raw: dict[str, Any], family: str) -> dict[str, Any]:
     scaling_new = _normal_rope_scaling({k: v for k, v in new.items() if k not in own})
     scaling_old = _normal_rope_scaling(raw.get("rope_scaling") or {})
     if new and raw.get("rope_scaling") and scaling_new != scaling_old:
-        raise ValueError(
+        raise UserError(
             f"config.json contradicts itself: rope_scaling={raw['rope_scaling']}, "
             f"rope_parameters={new}"
         )
@@ -170,7 +171,7 @@ def _rope_fields(raw: dict[str, Any], family: str) -> dict[str, Any]:
     if "partial_rotary_factor" in FAMILY_DEFAULTS[family]:
         fields["partial_rotary_factor"] = None if share is None else float(share)
     elif share not in (None, 1.0):
-        raise ValueError(
+        raise UserError(
             f"partial_rotary_factor={share} is not supported for {family}; allowed: 1.0"
         )
     return fields
@@ -197,7 +198,7 @@ _CHECKED = frozenset(
 
 def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
     def refuse(key: str, allowed: str) -> None:
-        raise ValueError(f"{key}={raw[key]!r} is not supported for {family}; allowed: {allowed}")
+        raise UserError(f"{key}={raw[key]!r} is not supported for {family}; allowed: {allowed}")
 
     longest = raw.get("max_position_embeddings", FAMILY_DEFAULTS[family]["max_position_embeddings"])
     if raw.get("use_sliding_window"):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.attention import KVCache
+from models.errors import UserError
 from models.transformer import Decoder
 
 
@@ -35,13 +36,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or more")
+            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
+            raise UserError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            raise ValueError("top_k and top_p do nothing at temperature=0; give a temperature")
+            raise UserError("top_k and top_p do nothing at temperature=0; give a temperature")
 
 
 def generate(
@@ -71,11 +72,11 @@ def generate(
     stop = set(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
     vocab = model.config.vocab_size
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError("generate: every prompt needs at least one token")
+        raise UserError("generate: every prompt needs at least one token")
     if any(not 0 <= token < vocab for prompt in prompts for token in prompt):
-        raise ValueError(f"generate: prompt tokens must be in [0, {vocab})")
+        raise UserError(f"generate: prompt tokens must be in [0, {vocab})")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
     return _generate(model, prompts, sampling, max_new_tokens, stop, settle)
 
 

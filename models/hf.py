@@ -27,6 +27,7 @@ from torch import Tensor
 
 from models.build import build_model
 from models.config import ModelConfig, read_config_json
+from models.errors import UserError
 from models.hf_names import Entry, entries, fused_names
 from models.slots import without_free_slots
 from models.transformer import Decoder
@@ -126,14 +127,14 @@ def export_hf(
     stale = _stale_files(folder)
     if stale and not overwrite:
         names = ", ".join(stale)
-        raise ValueError(
+        raise UserError(
             f"{folder} already holds model files ({names}); overwrite (--overwrite) removes them"
         )
     partial = folder.parent / f".{folder.name}.partial-{os.getpid()}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < sum(sizes) + 10**7:
-        raise ValueError(
+        raise UserError(
             f"{folder.parent} has {free / 1e9:.2f} GB free, the model needs {sum(sizes) / 1e9:.2f}"
         )
     partial.mkdir()
@@ -163,14 +164,14 @@ def _check_sources(config: ModelConfig, source: Mapping[str, Tensor], wanted: se
     state = {name for name in names - wanted if ".router." in name}
     for name in sorted(state):
         if name.endswith(".selection_bias") and bool(source[name].any()):
-            raise ValueError(
+            raise UserError(
                 f"{name} is not zero, and {config.family} has no selection bias: an export would "
                 "be another model"
             )
     names -= state
     missing, extra = sorted(wanted - names), sorted(names - wanted)
     if missing or extra:
-        raise ValueError(_list_problems("the model's tensors", missing=missing, unknown=extra))
+        raise UserError(_list_problems("the model's tensors", missing=missing, unknown=extra))
 
 
 def _disk_dtype(entry: Entry, dtype: str) -> torch.dtype:
@@ -182,9 +183,7 @@ def _parse_size(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B|)", str(size).strip().upper())
     number = int(float(match[1]) * units[match[2]]) if match else 0
     if number < 1:
-        raise ValueError(
-            f"max_shard_size={size!r} is no size; allowed: bytes, or like 500MB or 5GB"
-        )
+        raise UserError(f"max_shard_size={size!r} is no size; allowed: bytes, or like 500MB or 5GB")
     return number
 
 
@@ -244,7 +243,7 @@ def _generation_config(config: ModelConfig, more: dict[str, Any] | None) -> dict
     own = {key: getattr(config, key) for key in ids if getattr(config, key) is not None}
     for key, value in (more or {}).items():
         if key in own and own[key] != value:
-            raise ValueError(f"generation.{key}={value!r} contradicts the model's {own[key]!r}")
+            raise UserError(f"generation.{key}={value!r} contradicts the model's {own[key]!r}")
     return {**(more or {}), **own}
 
 
@@ -257,7 +256,7 @@ def copy_tokenizer(source: str | Path, folder: Path, config: ModelConfig) -> Non
     source = Path(source)
     found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in found):
-        raise ValueError(f"{source} holds no tokenizer (tokenizer.json)")
+        raise UserError(f"{source} holds no tokenizer (tokenizer.json)")
     for file in found:
         shutil.copyfile(file, folder / file.name)
     if not (source / "tokenizer.json").is_file():
@@ -266,7 +265,7 @@ def copy_tokenizer(source: str | Path, folder: Path, config: ModelConfig) -> Non
 
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     if tokenizer.get_vocab_size(with_added_tokens=True) > config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer in {source} has {tokenizer.get_vocab_size()} tokens, the model "
             f"vocab_size={config.vocab_size}"
         )
@@ -287,7 +286,7 @@ def copy_tokenizer(source: str | Path, folder: Path, config: ModelConfig) -> Non
 
 def _stale_files(folder: Path) -> list[str]:
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is no folder")
+        raise UserError(f"{folder} is no folder")
     patterns = (*_MODEL_FILES, *_CONFIG_FILES, *_TOKENIZER_FILES)
     found = {file.name for pattern in patterns for file in folder.glob(pattern)}
     return sorted(found)
@@ -388,7 +387,7 @@ class HfWeights:
             hint = ""
             if any(_is_mtp(name, config) for name in unknown):
                 hint = "; layers after the last are multi-token prediction: drop_mtp (--drop-mtp)"
-            raise ValueError(
+            raise UserError(
                 _list_problems(str(folder), missing=missing, unknown=sorted(unknown), wrong=wrong)
                 + hint
             )
@@ -398,7 +397,7 @@ class HfWeights:
         if tied_copy:
             copy, kept = (self._tensor(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
             if not torch.equal(copy.to(kept), kept):
-                raise ValueError(
+                raise UserError(
                     f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
                     "model.embed_tokens.weight"
                 )
@@ -455,28 +454,28 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
     single, index = folder / "model.safetensors", folder / INDEX
     if index.is_file():
         if single.is_file():
-            raise ValueError(f"{folder} holds both model.safetensors and {INDEX}: which is meant?")
+            raise UserError(f"{folder} holds both model.safetensors and {INDEX}: which is meant?")
         return _indexed_files(folder, read_config_json(index))
     if not single.is_file():
         other = sorted(file.name for pattern in _MODEL_FILES for file in folder.glob(pattern))
         have = f"; it has {', '.join(other)}" if other else ""
-        raise ValueError(f"{folder} has neither model.safetensors nor {INDEX}{have}")
+        raise UserError(f"{folder} has neither model.safetensors nor {INDEX}{have}")
     return dict.fromkeys(_names_in(single), single)
 
 
 def _indexed_files(folder: Path, index: dict[str, Any]) -> dict[str, Path]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{folder / INDEX} has no weight_map")
+        raise UserError(f"{folder / INDEX} has no weight_map")
     files = {name: folder / file for name, file in weight_map.items()}
     absent = sorted({file.name for file in files.values() if not file.is_file()})
     if absent:
-        raise ValueError(f"{folder / INDEX} names files that are not there: {', '.join(absent)}")
+        raise UserError(f"{folder / INDEX} names files that are not there: {', '.join(absent)}")
     inside = [(name, file) for file in sorted(set(files.values())) for name in _names_in(file)]
     elsewhere = [name for name, file in inside if files.get(name) != file]
     missing = sorted(set(files) - {name for name, _ in inside})
     if elsewhere or missing:
-        raise ValueError(
+        raise UserError(
             _list_problems(
                 f"{folder / INDEX} against its files", missing=missing, unknown=elsewhere
             )
@@ -489,7 +488,7 @@ def _names_in(file: Path) -> list[str]:
         with safe_open(file, framework="pt", device="cpu") as opened:
             return list(opened.keys())
     except Exception as error:  # SafetensorError is not exported under one name by all versions
-        raise ValueError(f"{file} is not readable as safetensors: {error}") from None
+        raise UserError(f"{file} is not readable as safetensors: {error}") from None
 
 
 def _list_problems(what: str, **problems: list[str]) -> str:

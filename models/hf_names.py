@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.config import ModelConfig
+from models.errors import UserError
 from moe.kernels.ragged import Widths
 
 
@@ -73,7 +74,7 @@ class Entry:
                 target = target[(0 if self.part == "gate" else 1) :: 2]
             width = target.shape[0]
             if value[width:].any():
-                raise ValueError(
+                raise UserError(
                     f"{self.name} is not zero beyond the {width} units that moe_expert_widths "
                     "gives this expert: another model would be loaded"
                 )
@@ -148,7 +149,7 @@ def _layer_entries(config: ModelConfig, layer: int, fused: bool) -> Iterator[Ent
             yield Entry(f"{moe}shared_experts.{name}.weight", f"{ours}moe.shared.{name}.weight")
     widths = config.expert_widths(layer)
     if fused and widths is not None:
-        raise ValueError(
+        raise UserError(
             f"{fused_names(layer)[0]}: experts of different widths (moe_expert_widths) are read "
             "from one tensor for each expert only"
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.errors import UserError
 
 MASK = "moe.router.active_E"
 _PER_EXPERT = re.compile(r"layers\.(\d+)\.moe\.(w1|w2|router\.weight|router\.selection_bias)")
@@ -42,7 +43,7 @@ def without_free_slots(
     most = max(counts.values())
     if min(counts.values()) < most and not config.has_selection_bias:
         told = ", ".join(f"layer {layer}: {count}" for layer, count in counts.items())
-        raise ValueError(
+        raise UserError(
             f"the layers have different numbers of experts ({told}), which {config.family} cannot "
             "say. Train on with router.end_steps, which brings them to one number before the last "
             "steps, or with surgery.events that retire or clone the difference"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models.build import build_model, start_routers
 from models.config import ModelConfig, read_config_json
+from models.errors import UserError
 from models.hf import load_weights
 from models.transformer import Decoder
 from moe.upcycle import upcycle_layer
@@ -35,7 +36,7 @@ def load_dense(folder: str | Path) -> Decoder:
     raw = read_config_json(Path(folder) / "config.json")
     kind = raw.get("model_type")
     if kind not in FAMILIES:
-        raise ValueError(f"model_type={kind!r} cannot be upcycled; allowed: {', '.join(FAMILIES)}")
+        raise UserError(f"model_type={kind!r} cannot be upcycled; allowed: {', '.join(FAMILIES)}")
     layers = list(range(raw.get("num_hidden_layers", 0)))
     raw = raw | {"model_type": FAMILIES[kind], "mlp_only_layers": layers}
     config = ModelConfig.from_hf(raw)
@@ -66,7 +67,7 @@ def upcycle(
     """
     width = dense.config.intermediate_size
     if granularity < 1 or width % granularity:
-        raise ValueError(f"granularity={granularity} must divide intermediate_size={width}")
+        raise UserError(f"granularity={granularity} must divide intermediate_size={width}")
     fields = dense.config.model_dump() | {
         "num_experts": num_experts,
         "num_experts_per_tok": num_experts_per_tok,
@@ -78,9 +79,9 @@ def upcycle(
     try:
         config = ModelConfig(**fields)
     except ValidationError as error:
-        raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     if not config.moe_layers:
-        raise ValueError(
+        raise UserError(
             f"sparse_step={sparse_step} leaves none of {config.num_hidden_layers} layers to upcycle"
         )
     model = build_model(config, seed=seed)

@@ -13,6 +13,7 @@ from its modules by those who use it.
 """
 
 from parallel.world import (
+    ParallelError,
     World,
     agree,
     barrier,
@@ -28,6 +29,7 @@ from parallel.world import (
 )
 
 __all__ = [
+    "ParallelError",
     "World",
     "agree",
     "barrier",

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
+from parallel.world import ParallelError
+
 REMEDY = "or leave parallel.adam=torch"
 
 
@@ -45,7 +47,7 @@ def check_adam(device_type: str) -> None:
     if device_type == "cuda" and cpp_extension.CUDA_HOME is None:
         missing.append("CUDA's compiler nvcc (set CUDA_HOME)")
     if missing:
-        raise ValueError(
+        raise ParallelError(
             f"parallel.adam=deepspeed: building {name} needs {' and '.join(missing)}; install "
             f"{'it' if len(missing) == 1 else 'them'}, {REMEDY}"
         )
@@ -57,7 +59,9 @@ def check_adam(device_type: str) -> None:
         fits, reason = False, error
     if not fits:
         told = " ".join(str(reason).split())
-        raise ValueError(f"parallel.adam=deepspeed: {name} cannot be built here: {told}; {REMEDY}")
+        raise ParallelError(
+            f"parallel.adam=deepspeed: {name} cannot be built here: {told}; {REMEDY}"
+        )
 
 
 def make_adam(rows: list[dict[str, Any]], device_type: str, **settings: Any) -> Any:
@@ -77,7 +81,7 @@ def make_adam(rows: list[dict[str, Any]], device_type: str, **settings: Any) -> 
         dist.all_gather_object(errors, error)
         first = next((text for text in errors if text is not None), None)
         if first is not None:
-            raise ValueError(first)
+            raise ParallelError(first)
     if device_type == "cuda":
         from deepspeed.ops.adam import FusedAdam
 

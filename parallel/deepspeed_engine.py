@@ -44,6 +44,7 @@ from parallel.expert_parallel import ExpertParallelOptions
 from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh
 from parallel.offload import Disk, Offload
+from parallel.world import ParallelError
 
 VERSION = "0.19.8"
 
@@ -67,7 +68,7 @@ class DeepSpeedEngine:
     ) -> None:
         del units  # ZeRO-3 gathers module by module and learns what to prefetch
         if deepspeed.__version__.split("+")[0] != VERSION:
-            raise ValueError(
+            raise ParallelError(
                 f"parallel.engine=deepspeed is made for deepspeed {VERSION}, found "
                 f"{deepspeed.__version__}: pip install deepspeed=={VERSION}, or use fsdp2"
             )

@@ -32,7 +32,7 @@ from parallel.expert_parallel import ExpertParallelOptions, ExpertRange, split_e
 from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh, MeshPlan
 from parallel.offload import Offload
-from parallel.world import fingerprint
+from parallel.world import ParallelError, fingerprint
 
 ENGINES = ("auto", "fsdp2", "deepspeed")
 
@@ -360,7 +360,7 @@ def check_replicas(engine: Engine, mesh: Mesh) -> None:
     dist.all_gather_object(told, wrong)
     first = next((text for texts in told for text in texts), None)
     if first is not None:
-        raise ValueError(
+        raise ParallelError(
             f"{first}; check that all hosts have the same library versions and see the same files"
         )
 
@@ -379,10 +379,12 @@ def resolve_engine(
     """
     offload = offload or Offload()
     if name not in ENGINES:
-        raise ValueError(f"parallel.engine={name!r} is unknown; allowed: {', '.join(ENGINES)}")
+        raise ParallelError(f"parallel.engine={name!r} is unknown; allowed: {', '.join(ENGINES)}")
     if plan.world == 1:
         if offload.asked:
-            raise ValueError(f"{offload.asked} needs several processes: one process uses no engine")
+            raise ParallelError(
+                f"{offload.asked} needs several processes: one process uses no engine"
+            )
         return None
     if name == "auto":
         name = "deepspeed" if offload.asked else "fsdp2"
@@ -396,7 +398,7 @@ def resolve_engine(
                 if (offload.state, offload.weights, offload.adam) == ("cpu", "cpu", "torch")
                 else ""
             )
-            raise ValueError(
+            raise ParallelError(
                 f"{asked} needs the package: pip install 'tessera-moe[deepspeed]'{hint}"
             )
         if offload.adam == "deepspeed":
@@ -409,12 +411,12 @@ def resolve_engine(
 def _check_fsdp2(offload: Offload) -> None:
     if "nvme" in (offload.state, offload.weights) or offload.adam != "torch":
         wanted = next(f"{k}={v}" for k, v in offload.named() if v in ("nvme", "deepspeed"))
-        raise ValueError(
+        raise ParallelError(
             f"parallel.{wanted} needs parallel.engine=deepspeed (or auto); allowed with "
             "parallel.engine=fsdp2: offload=cpu with offload_weights=cpu, adam=torch"
         )
     if offload.state != offload.weights:
-        raise ValueError(
+        raise ParallelError(
             f"{offload.asked} alone needs parallel.engine=deepspeed (or auto): the weights of "
             "fsdp2 are its master weights; it can do parallel.offload=cpu together with "
             "parallel.offload_weights=cpu"
@@ -456,7 +458,7 @@ def make_engine(
     offload = offload or Offload()
     resolved = resolve_engine(name, mesh.plan, offload, mesh.device.type)
     if resolved is None:
-        raise ValueError(
+        raise ParallelError(
             f"parallel.engine={name} needs several processes; one process uses no engine"
         )
     narrow = {str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4}

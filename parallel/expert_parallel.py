@@ -51,6 +51,7 @@ from parallel.mesh import Mesh, MeshPlan
 from parallel.pull import Pull, SymmetricMemory
 from parallel.transport import Collective, Pairwise, Transport
 from parallel.whole import Whole
+from parallel.world import ParallelError
 
 PAYLOADS = ("model", "float8")
 TRANSPORTS = ("collective", "pull")
@@ -85,25 +86,25 @@ class ExpertParallelOptions:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(
+                raise ParallelError(
                     f"parallel.{name}={value!r} is unknown; allowed: {', '.join(allowed)}"
                 )
         if self.chunks is not None and self.chunks < 1:
-            raise ValueError(f"parallel.chunks={self.chunks} must be at least 1")
+            raise ParallelError(f"parallel.chunks={self.chunks} must be at least 1")
         if self.schedule == "pairwise":
             if self.chunks is not None:
-                raise ValueError(
+                raise ParallelError(
                     f"parallel.chunks={self.chunks} has no effect with parallel.schedule=pairwise, "
                     "whose steps are the other ranks; leave it out"
                 )
             if self.transport != "collective":
-                raise ValueError(
+                raise ParallelError(
                     f"parallel.transport={self.transport} already goes from rank to rank; allowed "
                     "with parallel.schedule=pairwise: collective"
                 )
 
         if self.schedule == "whole" and not self.deduplicate:
-            raise ValueError(
+            raise ParallelError(
                 "parallel.deduplicate=False has no effect with parallel.schedule=whole, which "
                 "sends every token once to every rank; leave it out"
             )
@@ -115,7 +116,7 @@ class ExpertParallelOptions:
             ValueError: setting, value and what is allowed.
         """
         if self.transport == "pull" and device_type != "cuda":
-            raise ValueError(
+            raise ParallelError(
                 f"parallel.transport=pull needs CUDA devices, this run is on {device_type}; "
                 "allowed here: collective"
             )
@@ -124,7 +125,7 @@ class ExpertParallelOptions:
         default = ExpertParallelOptions()
         for name in ("chunks", "schedule", "deduplicate", "payload", "transport"):
             if getattr(self, name) != getattr(default, name):
-                raise ValueError(
+                raise ParallelError(
                     f"parallel.{name}={getattr(self, name)!r} has no effect while the experts are "
                     "not split (parallel.expert is 1 here); leave it out"
                 )
@@ -141,7 +142,7 @@ def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | No
         hosts: list[str] = [""] * mesh.plan.expert
         dist.all_gather_object(hosts, socket.gethostname(), group=group)
         if len(set(hosts)) > 1:
-            raise ValueError(
+            raise ParallelError(
                 "parallel.transport=pull needs all ranks of an expert group on one host, they are "
                 f"on {', '.join(sorted(set(hosts)))}; allowed here: collective"
             )
@@ -384,7 +385,7 @@ def expert_parallel(
     options = options or ExpertParallelOptions()
     ranks = mesh.plan.expert
     if layer.config.num_experts % ranks:
-        raise ValueError(
+        raise ParallelError(
             f"parallel.expert={ranks} does not divide num_experts={layer.config.num_experts}"
         )
     if transport is None:

@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.world import ParallelError
+
 PLACEMENTS = ("across_nodes", "within_node")
 GROUPS = ("shard", "replica", "expert", "expert_shard", "expert_replica")
 
@@ -149,21 +151,21 @@ def plan_mesh(
         num_experts = (num_experts,)
     counts = tuple(sorted(set(num_experts or ())))
     if world < 1 or hosts < 1 or world % hosts:
-        raise ValueError(f"{world} processes on {hosts} hosts: every host must run equally many")
+        raise ParallelError(f"{world} processes on {hosts} hosts: every host must run equally many")
     if nodes is None:
         nodes = hosts
     if nodes < 1 or world % nodes:
-        raise ValueError(
+        raise ParallelError(
             f"parallel.nodes={nodes} does not divide the {world} processes; allowed: "
             f"{_listed([d for d in _divisors(world) if d % hosts == 0])}"
         )
     if nodes % hosts:
-        raise ValueError(
+        raise ParallelError(
             f"parallel.nodes={nodes} on {hosts} hosts would make a node of ranks of several "
             f"hosts; allowed: {_listed([d for d in _divisors(world) if d % hosts == 0])}"
         )
     if placement not in PLACEMENTS:
-        raise ValueError(
+        raise ParallelError(
             f"parallel.expert_placement={placement!r} is unknown; allowed: {', '.join(PLACEMENTS)}"
         )
     local = world // nodes
@@ -182,14 +184,14 @@ def plan_mesh(
         hint = ""
         if expert > 1 and other % expert == 0:
             hint = f" (or parallel.expert_placement={PLACEMENTS[1 if across else 0]})"
-        raise ValueError(
+        raise ParallelError(
             f"parallel.expert={expert} does not divide {what}; allowed: {_listed(fitting)}{hint}"
         )
     if expert > 1 and not counts:
-        raise ValueError(f"parallel.expert={expert}, but the model has no experts; allowed: 1")
+        raise ParallelError(f"parallel.expert={expert}, but the model has no experts; allowed: 1")
     for count in counts:
         if count % expert:
-            raise ValueError(
+            raise ParallelError(
                 f"parallel.expert={expert} does not divide num_experts={count}; allowed: "
                 f"{_listed(fitting)}"
             )

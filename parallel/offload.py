@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from parallel.world import ParallelError
+
 PLACES = ("none", "cpu", "nvme")
 ADAMS = ("torch", "deepspeed")
 
@@ -50,18 +52,18 @@ class Offload:
             ("adam", self.adam, ADAMS),
         ):
             if value not in allowed:
-                raise ValueError(
+                raise ParallelError(
                     f"parallel.{key}={value!r} is unknown; allowed: {', '.join(allowed)}"
                 )
         disk = [key for key, value in self.named() if value == "nvme"]
         if disk and self.path is None:
-            raise ValueError(
+            raise ParallelError(
                 f"parallel.{disk[0]}=nvme needs parallel.offload_path: a folder on a local disk"
             )
         if self.path == "":
-            raise ValueError("parallel.offload_path='' must name a folder on a local disk")
+            raise ParallelError("parallel.offload_path='' must name a folder on a local disk")
         if self.path is not None and not disk:
-            raise ValueError(
+            raise ParallelError(
                 f"parallel.offload_path={self.path!r} has no effect without parallel.offload=nvme "
                 "or parallel.offload_weights=nvme; leave it out"
             )
@@ -96,7 +98,7 @@ class Disk:
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
-            raise ValueError(
+            raise ParallelError(
                 f"parallel.offload_path={path!r} cannot be used: {error.strerror}; allowed: a "
                 "folder on a local disk that can be made and written"
             ) from None
@@ -120,7 +122,7 @@ class Disk:
                 os.close(descriptor)
                 file.unlink()
         except OSError as error:
-            raise ValueError(
+            raise ParallelError(
                 f"parallel.offload_path={str(self.folder)!r}: {count * like.element_size():,} "
                 f"bytes for optimizer state or weights: {error.strerror}"
             ) from None

@@ -31,6 +31,7 @@ from torch import Tensor
 from moe.routing import Routing
 from parallel.all_to_all import Copies, Float8, Plain, WithIds, collect, issue, spread, wait
 from parallel.transport import Split, Transport
+from parallel.world import ParallelError
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Whole:
         """
         K = routing.slots_per_token
         if K is None:
-            raise ValueError(
+            raise ParallelError(
                 "parallel.schedule=whole needs equally many experts for every token; allowed for "
                 "this routing: all, pairwise"
             )

@@ -33,6 +33,11 @@ from torch.distributed.rendezvous import rendezvous
 JOIN_S = 300.0
 
 
+class ParallelError(ValueError):
+    """A setting of `parallel`, or a way of starting processes, that cannot work here; one line for
+    the user. Other ValueErrors of this package are faults of the program."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all. `size` 1 means no process group."""
@@ -58,7 +63,7 @@ def _launched(name: str, otherwise: int | None, environ: Mapping[str, str]) -> i
         told = f"{name}={value!r} is no whole number"
         if value is None:
             told = f"{name} is not set, but WORLD_SIZE={environ['WORLD_SIZE']} is"
-        raise ValueError(f"environment: {told}; start several processes with torchrun")
+        raise ParallelError(f"environment: {told}; start several processes with torchrun")
     return int(value)
 
 
@@ -83,7 +88,7 @@ def launched_hosts(environ: Mapping[str, str] | None = None) -> int:
     size = launched_size(environ)
     local = max(1, _launched("LOCAL_WORLD_SIZE", size, environ))
     if size % local:
-        raise ValueError(
+        raise ParallelError(
             f"{size} processes with {local} on this host: every host must run equally many"
         )
     return size // local
@@ -108,7 +113,7 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
     if device_type == "cuda":
         own_queues()
         if local_rank >= torch.cuda.device_count():
-            raise ValueError(
+            raise ParallelError(
                 f"--nproc-per-node={local_size} is more than this host's CUDA devices "
                 f"({torch.cuda.device_count()}); start at most one process for each"
             )

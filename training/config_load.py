@@ -21,9 +21,11 @@ from typing import Annotated, Any, NoReturn
 import yaml
 from pydantic import AfterValidator, BaseModel, ValidationError
 
+from models.errors import UserError
 
-class ConfigError(ValueError):
-    """A mistake in a config or its data, told in one line; programs answer with exit code 2."""
+
+class ConfigError(UserError):
+    """A mistake in a config, told in one line."""
 
 
 def fail(error: Exception) -> NoReturn:

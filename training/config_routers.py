@@ -117,9 +117,12 @@ def check_routers(config: Config, steps: int) -> None:
         _refuse_all(config)
         return
     _check_starts(config, steps)
+    built = {"kernels": config.model.kernels, "save": config.model.save}
     try:
         check_ends(config, steps)
-        model.moe_config(model.moe_layers[0], **router_options(config, model, steps))
+        options = built | router_options(config, model, steps)
+        for layer in model.moe_layers:
+            model.moe_config(layer, **options)
     except ConfigError:
         raise
     except ValueError as error:

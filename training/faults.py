@@ -21,7 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.errors import UserError
+from parallel import ParallelError
+from training.checkpoint import CheckpointError
 from training.config_load import ConfigError
+from training.logging import DISK_FULL
 
 DONE = 0
 FAILED = 1
@@ -34,6 +38,10 @@ _SAME_REQUEST_S = 3.0
 
 # How long a run of several processes that ends early waits for a save that is under way.
 PATIENCE_S = 20.0
+
+
+# Told in one line. Any other ValueError comes from a fault of the program or of a library.
+USER_ERRORS = (UserError, ParallelError)
 
 
 class RunFailed(RuntimeError):
@@ -112,6 +120,20 @@ def no_memory(error: RuntimeError) -> bool:
     """Whether memory ran out; for the host's PyTorch has no error of its own."""
     texts = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
+
+
+def at_start(error: Exception) -> Exception | None:
+    """An error that ended a start, in one line, where it is one of those a run can meet; None for
+    what shows a traceback."""
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return RunFailed(f"no space to write the run or its data: {error}; free some")
+    if isinstance(error, RuntimeError) and no_memory(error):
+        return RunFailed(
+            f"no memory for this model: {error}; lower model.* or train.micro_batch_size"
+        )
+    return None
 
 
 def failed_collective(error: BaseException, timeout_s: float) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from parallel import ParallelError
 from parallel.engine import resolve_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import MeshPlan, plan_mesh
@@ -41,6 +42,6 @@ def plan_layout(
             parallel.offload, parallel.offload_weights, parallel.offload_path, parallel.adam
         )
         engine = resolve_engine(parallel.engine, mesh, offload, device)
-    except ValueError as error:
+    except ParallelError as error:
         raise ConfigError(str(error)) from None
     return mesh, engine, exchange, offload

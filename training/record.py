@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from models.errors import UserError
 from training.config_load import read_yaml
 from training.logging import (
     EVENTS,
@@ -125,15 +126,15 @@ def read_run(folder: str | Path) -> Record:
     folder = Path(folder)
     if (folder / "state.json").is_file():
         if folder.absolute().parent.name != "checkpoints":
-            raise ValueError(f"{folder} is a checkpoint outside a run; give a run folder")
+            raise UserError(f"{folder} is a checkpoint outside a run; give a run folder")
         folder = folder.absolute().parents[1]
     if not folder.is_dir():
         near = sorted(p.name for p in folder.parent.glob("*") if holds_run(p))
         beside = f"; there: {', '.join(near[:10])}" if near else ""
-        raise ValueError(f"run folder {folder} does not exist{beside}")
+        raise UserError(f"run folder {folder} does not exist{beside}")
     file = folder / "config.yaml"
     if not holds_run(folder):
-        raise ValueError(
+        raise UserError(
             f"{folder} is no run folder: it holds neither config.yaml nor metrics.jsonl"
         )
     config = read_yaml(file) if file.is_file() else {}

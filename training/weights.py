@@ -17,6 +17,7 @@ from torch import Tensor
 
 from models.build import build_model, start_routers
 from models.config import ModelConfig
+from models.errors import UserError
 from models.hf import HfWeights, copy_tokenizer, load_hf, load_weights
 from models.transformer import Decoder
 from parallel import World
@@ -82,11 +83,11 @@ def load_initial_weights(model: Decoder, path: str | Path) -> None:
     refuse_loss(tensors.folder, [f"buffers/{name}" for name in buffers], "model.init_from: ")
     targets = {name: target for name, target in targets.items() if name in tensors}
     if missing or unknown:
-        raise ValueError(f"{path} does not fit the model: missing {missing}, unknown {unknown}")
+        raise UserError(f"{path} does not fit the model: missing {missing}, unknown {unknown}")
     for name, target in targets.items():
         value = tensors[name]
         if value.shape != target.shape:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} is {list(value.shape)}, the model has {list(target.shape)}"
             )
         target.copy_(value)
@@ -118,7 +119,7 @@ def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> Non
     have = {name: shape for name, shape in have.items() if name in wanted or ".router." not in name}
     if wanted != have:
         differ = sorted(n for n in wanted.keys() | have if wanted.get(n) != have.get(n))
-        raise ValueError(f"{path} does not fit the model: {', '.join(differ[:10])} differ")
+        raise UserError(f"{path} does not fit the model: {', '.join(differ[:10])} differ")
     shards = {name: s for name, s in engine.tensors().items() if name.startswith("weights/")}
     load_tensors(folder, shards | {f"buffers/{n}": b.reshape(-1) for n, b in buffers.items()})
     engine.loaded()
@@ -149,7 +150,7 @@ def refuse_loss(folder: Path, kept: Collection[str], place: str = "") -> None:
     lost = stored_tensors(folder).keys() - set(kept)
     slots = [n.removeprefix("buffers/") for n in lost if n.endswith(".router.active_E")]
     if not all(bool(mask_E.all()) for mask_E in read_weights(folder, slots).values()):
-        raise ValueError(
+        raise UserError(
             f"{place}{folder} has free expert slots. Give surgery.events or surgery.policy (with "
             "surgery.dry_run=true nothing changes), or start a run from its export, which leaves "
             "them out (scripts/export_hf.py)"
@@ -158,7 +159,7 @@ def refuse_loss(folder: Path, kept: Collection[str], place: str = "") -> None:
     acting = [key for part, key in _ACTING.items() if any(part in name for name in lost)]
     lacks = [lack for lack in found if any(f"({key})" in lack for key in acting)]
     if lacks:
-        raise ValueError(
+        raise UserError(
             f"{place}{folder} was trained with {' and '.join(lacks)}, which this run does not "
             "have, so another model would be continued. Give the same settings, or let them end "
             "before: in a run's last router.end_steps steps, masks at train.sparse_until"
@@ -173,7 +174,7 @@ def refuse_inexact(folder: Path) -> None:
     """
     lacks = read_state(folder).get("inexact", [])
     if lacks:
-        raise ValueError(
+        raise UserError(
             f"{folder} was trained with {' and '.join(lacks)}, which its config.json cannot "
             "express, so another model would come out. Use a checkpoint from the run's last "
             "router.end_steps steps"

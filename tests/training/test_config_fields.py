@@ -425,7 +425,7 @@ def test_a_turned_field_gives_another_plan_or_an_error(place, run, plans, tmp_pa
 
 
 def test_timeout_reaches_the_process_group(tiny_config, monkeypatch):
-    class Asked(Exception):
+    class Asked(BaseException):
         pass
 
     def start(device, timeout_s):

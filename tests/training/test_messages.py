@@ -147,9 +147,7 @@ def test_e4_switching_off_on_the_command_line_takes_the_rest_along(tiny_config, 
     config = load_config(file, off)
     assert (config.router.bias_ema, config.surgery.every) == (0.0, 500)
     # what is given beside the switch is still a contradiction, and so is one inside the file
-    assert "eval.rows=3 has no effect" in told(
-        tiny_config, "eval.every_steps=null", "eval.rows=3"
-    )
+    assert "eval.rows=3 has no effect" in told(tiny_config, "eval.every_steps=null", "eval.rows=3")
     assert "surgery.every=7 has no effect" in told(file)
 
 

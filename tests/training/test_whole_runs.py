@@ -9,8 +9,10 @@ import signal
 import pytest
 
 import train
+from models.hf import export_hf
 from tests.training.test_train import before_step, break_loss, by_step, events
 from training.checkpoint import read_state
+from training.weights import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -111,3 +113,75 @@ def test_c14_a_run_with_damaged_checkpoints_alone_is_refused(run, tmp_path, caps
     unfinished = tmp_path / "runs/unfinished/checkpoints/step_00000003.tmp"
     shutil.copytree(folders[0], unfinished)
     assert run(*settings, "run.name=unfinished") == 0
+
+
+@pytest.mark.parametrize("place", ["load_tokenizer", "build_data", "make_trainee", "make_probe"])
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_c12_a_fault_during_the_start_shows_its_traceback(
+    run, tmp_path, monkeypatch, capsys, place, kind
+):
+    def fault(*_, **__):
+        raise kind("of a library")
+
+    monkeypatch.setattr(train, place, fault)
+    assert run("run.name=fault") == 1
+    told = capsys.readouterr().err
+    assert "Traceback" in told and f"{kind.__name__}: of a library" in told and "in fault" in told
+    assert not (tmp_path / "runs/fault").exists(), "a start that failed leaves nothing"
+
+
+def test_c12_a_fault_of_a_thread_that_tokenises_shows_its_traceback(run, monkeypatch, capsys):
+    def fault(*_, **__):
+        raise ValueError("in a thread")
+
+    monkeypatch.setattr("training.data.encode.encode_texts", fault)
+    assert run("run.name=fault", "data.cache_dir=elsewhere") == 1
+    told = capsys.readouterr().err
+    assert "Traceback" in told and "ValueError: in a thread" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "message"),
+    [
+        (("model.init_from=nowhere",), {}, "model.init_from='nowhere'"),
+        (("model.save=fp8_h",), {}, "model.save='fp8_h'"),
+        (("model.kernels=spmm", "model.save=x"), {}, "model.save='x'"),
+        (("model.num_experts_per_tok=5",), {}, "num_experts_per_tok=5"),
+        (("router.min_load=2",), {}, "min_load"),
+        (
+            ("router.top_k_schedule=steps",),
+            {},
+            "router.top_k_schedule='steps' needs router.top_k_start",
+        ),
+        (
+            ("train.steps=null", "train.epochs=1", "router.freeze_at=999"),
+            {},
+            "router.freeze_at=999",
+        ),
+        (("parallel.expert=3",), {}, "parallel.expert=3"),
+        (("parallel.offload_path=x",), {}, "parallel.offload_path='x'"),
+        ((), {"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is no whole number"),
+        ((), {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "3"}, "equally many"),
+        (("data.tokenizer=nowhere.json",), {}, "data.tokenizer='nowhere.json'"),
+    ],
+)
+def test_c12_mistakes_of_the_user_are_one_line(
+    run, monkeypatch, capsys, settings, environ, message
+):
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    assert run("run.name=mistake", *settings) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def test_c12_folders_of_weights_that_do_not_fit_are_one_line(run, tmp_path, capsys):
+    assert run("run.name=first", "train.steps=2", "optim.warmup_steps=1") == 0
+    out = tmp_path / "out"
+    export_hf(load_model(tmp_path / "runs/first"), out)
+    weights = out / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    capsys.readouterr()
+    assert run("run.name=second", f"model.init_from={out}") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(weights) in line and "safetensors" in line

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from models.config import Strict
+from models.errors import UserError
 from training.config_load import PathText
 
 BUNDLED = "bundled:"
@@ -20,7 +21,7 @@ BUNDLED = "bundled:"
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """A mistake in the data or in the `data` section; its message is one line for the user."""
 
 
