@@ -262,12 +262,12 @@ def chains() -> list[Chain]:
                 Step(f"{QUICKSTART} {engines} run.name=alone", checks=(learns("alone"),)),
                 Step(
                     f"{TORCHRUN_ONE} {engines} run.name=fsdp2 parallel.engine=fsdp2",
-                    checks=(near_losses("fsdp2", "alone", 5e-3),),
+                    checks=(near_losses("fsdp2", "alone", 2e-2),),
                 ),
                 Step(
                     "bash scripts/launch/one_host.sh configs/quickstart.yaml "
                     f"{engines} run.name=host",
-                    checks=(near_losses("host", "alone", 5e-3),),
+                    checks=(near_losses("host", "alone", 2e-2),),
                 ),
             ),
             cuda=True,
@@ -277,7 +277,7 @@ def chains() -> list[Chain]:
             (
                 Step(
                     f"{TORCHRUN_ONE} {engines} run.name=deepspeed parallel.engine=deepspeed",
-                    checks=(learns("deepspeed"),),
+                    checks=(learns("deepspeed"),),  # its own chain: it may be missing
                 ),
             ),
             cuda=True,

@@ -453,15 +453,17 @@ def versions() -> dict[str, str]:
 def git_commit() -> str:
     """Commit of the repository this file is in, with "+changes" if files differ.
 
-    Without a repository (a copied checkout): what TESSERA_COMMIT says, else "none".
+    TESSERA_COMMIT says it for a copy whose own repository does not know. "none" if nothing does.
     """
+    if given := os.environ.get("TESSERA_COMMIT"):
+        return given
     git = ["git", "-C", str(ROOT)]
     options = {"capture_output": True, "text": True, "timeout": 20}
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], **options, check=True).stdout.strip()
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], **options, check=True)
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("TESSERA_COMMIT", "none")
+        return "none"
     return commit + ("+changes" if changed.stdout.strip() else "")
 
 
