@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.first_weights import FirstWeights
 from models.transformer import Decoder
 from moe import Router
-from moe.control import routers_of
 from moe.kernels.ragged import Widths
 
 Kind = Literal["embedding", "norm", "bias", "router", "expert", "attention", "mlp", "head"]
@@ -34,6 +34,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int | None = 0,
+    first: FirstWeights = FirstWeights(),
     **moe_options: Any,
 ) -> Decoder:
     """A `Decoder` with initial weights.
@@ -46,6 +47,7 @@ def build_model(
         dtype: of the weights. Routers stay fp32 whatever it is (fp64 in an fp64 model).
         device: "meta" gives a model without memory, e.g. to count parameters.
         seed: of the initial weights; None leaves memory as it comes, for weights loaded next.
+        first: how they are drawn.
         moe_options: further run-time fields of `moe.MoEConfig` (rounding, sequence_stats ...).
     """
     moe_configs = [
@@ -62,7 +64,7 @@ def build_model(
         model.head.weight = model.embed.weight
     reset_buffers(model)
     if seed is not None:
-        init_weights(model, seed)
+        init_weights(model, seed, first)
         start_routers(model)
     return model
 
@@ -88,40 +90,34 @@ def start_routers(model: Decoder, loaded: Collection[str] = ()) -> None:
 
 
 @torch.no_grad()
-def init_weights(model: Decoder, seed: int) -> None:
-    """Fill all parameters: matrices N(0, initializer_range²), norms 1, biases 0."""
-    stds = {router.config.router_init_std for router in routers_of(model)}
-    router_std = stds.pop() if len(stds) == 1 else None
+def init_weights(model: Decoder, seed: int, first: FirstWeights = FirstWeights()) -> None:
+    """Fill all parameters: matrices from N(0, std²) by `FirstWeights.std`, norms 1, biases 0."""
     for name, kind in parameter_kinds(model).items():
         parameter = model.get_parameter(name)
         if kind != "expert":
-            values = initial_values(
-                model.config, name, parameter.shape, seed, router_std=router_std
-            )
-            parameter.copy_(values)
+            parameter.copy_(initial_values(model.config, name, parameter.shape, seed, first=first))
             continue
         widths = model.get_submodule(name.rpartition(".")[0]).config.widths
         if widths is not None:
-            _init_mixed(model.config, name, parameter, widths, seed)
+            std = first.std(model.config, name, kind)
+            _init_mixed(std, name, parameter, widths, seed)
             continue
         for start in range(0, len(parameter), _threads()):  # not all: they are large together
             some = range(start, min(start + _threads(), len(parameter)))
-            values = initial_values(model.config, name, parameter.shape, seed, some)
+            values = initial_values(model.config, name, parameter.shape, seed, some, first)
             parameter[start : some.stop].copy_(values)
 
 
-def _init_mixed(
-    config: ModelConfig, name: str, parameter: Tensor, widths: Widths, seed: int
-) -> None:
+def _init_mixed(std: float, name: str, parameter: Tensor, widths: Widths, seed: int) -> None:
     """Experts of different widths, which lie behind one another in the parameter. Where all are
     equal the values are those of experts of one width."""
     rows = parameter.shape[0] // widths.total
     for expert, size in enumerate(widths.sizes):
         shape = (size * rows, parameter.shape[1])
         if name.endswith("w2"):
-            values = draw(config, name, torch.Size(shape[::-1]), seed, expert).T
+            values = draw(std, name, torch.Size(shape[::-1]), seed, expert).T
         else:
-            values = draw(config, name, torch.Size(shape), seed, expert)
+            values = draw(std, name, torch.Size(shape), seed, expert)
         parameter[widths.of(expert, rows)] = values.to(parameter)
 
 
@@ -131,22 +127,20 @@ def initial_values(
     shape: Sequence[int],
     seed: int,
     experts: range | None = None,
-    router_std: float | None = None,
+    first: FirstWeights = FirstWeights(),
 ) -> Tensor:
     """Initial fp32 values of the parameter `name` of that shape on the CPU, or of some of its
-    experts, stacked. `router_std` is the standard deviation of routers, if it is to differ."""
+    experts, stacked."""
     kind = _kind(name)
     if kind == "norm":
         return torch.ones(shape)
     if kind == "bias":
         return torch.zeros(shape)
-    if kind == "router" and router_std is not None:
-        unit = draw(config, name, torch.Size(shape), seed) / config.initializer_range
-        return router_std * unit
+    std = first.std(config, name, kind)
     if kind != "expert":
-        return draw(config, name, torch.Size(shape), seed)
+        return draw(std, name, torch.Size(shape), seed)
     experts = range(shape[0]) if experts is None else experts
-    one = partial(draw, config, name, torch.Size(shape[1:]), seed)
+    one = partial(draw, std, name, torch.Size(shape[1:]), seed)
     with ThreadPoolExecutor(_threads()) as pool:  # a stream is drawn by one core
         return torch.stack(list(pool.map(one, experts)))
 
@@ -156,14 +150,15 @@ def _threads() -> int:
     return max(1, min(16, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def draw(
-    config: ModelConfig, name: str, shape: torch.Size, seed: int, expert: int | None = None
-) -> Tensor:
-    """Initial fp32 values of the parameter `name`, or of one expert's slice of it, on the CPU."""
+def draw(std: float, name: str, shape: torch.Size, seed: int, expert: int | None = None) -> Tensor:
+    """fp32 draws from N(0, std²) for the parameter `name`, or one expert's slice of it, on the CPU.
+
+    The stream depends on seed, name and expert alone.
+    """
     digest = hashlib.sha256(f"{seed}/{name}/{expert}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     values = torch.empty(shape, dtype=torch.float32)
-    return values.normal_(0.0, config.initializer_range, generator=generator)
+    return values.normal_(0.0, std, generator=generator)
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:

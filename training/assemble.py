@@ -111,7 +111,6 @@ def router_options(config: Config, architecture: ModelConfig, steps: int) -> dic
         "selection_bias": architecture.has_selection_bias or router.bias_update != "none",
         "rounding": rounding(router),
         "sequence_stats": router.balance_coef > 0 and router.balance_scope == "sequence",
-        "router_init_std": router.init_std,
         "jitter": router.jitter,
         "expert_dropout": router.expert_dropout,
         "sample_temperature": router.sample_temperature,
@@ -302,7 +301,7 @@ def _first_weights(config: Config, trainee: Trainee) -> None:
         if config.model.init_from:
             load_initial_weights(trainee.model, config.model.init_from)
         else:
-            init_weights(trainee.model, config.run.seed)
+            init_weights(trainee.model, config.run.seed, config.model.init)
 
 
 def _first_shards(config: Config, trainee: Trainee) -> None:
@@ -310,9 +309,9 @@ def _first_shards(config: Config, trainee: Trainee) -> None:
     if config.model.init_from:
         load_initial_shards(engine, model, config.model.init_from)
         return
-    shapes, seed, std = engine.shapes(), config.run.seed, config.router.init_std
+    shapes, seed, first = engine.shapes(), config.run.seed, config.model.init
     engine.fill(
-        lambda name, experts: initial_values(model.config, name, shapes[name], seed, experts, std)
+        lambda name, experts: initial_values(model.config, name, shapes[name], seed, experts, first)
     )
 
 

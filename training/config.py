@@ -26,6 +26,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from models.config import Count, ModelConfig, Positive, Strict, read_config_json
 from models.config_hf import fields_from_hf
+from models.first_weights import FirstWeights
 from training.config_checks import (
     check_combinations,
     check_graph,
@@ -124,6 +125,8 @@ class ModelSection(Strict):
     """What an expert layer keeps for its backward pass: its pre-activations (h), a float8 copy of
     them (fp8_h: half the memory, gradients 3 to 4 % off, bfloat16 only), or only its input (x),
     which is least memory and one more matrix product."""
+    init: FirstWeights = Field(default_factory=FirstWeights)
+    """How the weights of a new model are drawn."""
     config: ModelConfig = Field(repr=False)
     """The architecture, resolved from the remaining keys, `hf_config` and `init_from`."""
 

@@ -53,8 +53,6 @@ class RouterConfig(Strict):
     freeze_at: Positive | None = None
     """From this step on the router weights stay as they are, but for the rows of experts that are
     cloned or revived; empty: never."""
-    init_std: Annotated[float, Field(ge=0)] | None = None
-    """Standard deviation of the initial router weights; empty: `model.initializer_range`."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """While training, the router's input is multiplied by noise in 1 ± jitter."""
     expert_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

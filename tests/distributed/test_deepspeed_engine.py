@@ -88,7 +88,7 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
         settings=tiny.SETTINGS, options=case.options, dtype=dtype, offload=case.offload,
     )  # fmt: skip
     if case.meta:
-        shapes = engine.shapes()
+        shapes, std = engine.shapes(), config.initializer_range
 
         def values(name: str, experts: range | None) -> torch.Tensor:
             if name.endswith("norm.weight"):
@@ -96,9 +96,9 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
             if name.endswith("bias"):
                 return torch.zeros(shapes[name])
             if experts is None:
-                return draw(config, name, torch.Size(shapes[name]), 1)
+                return draw(std, name, torch.Size(shapes[name]), 1)
             one = torch.Size(shapes[name][1:])
-            return torch.stack([draw(config, name, one, 1, expert) for expert in experts])
+            return torch.stack([draw(std, name, one, 1, expert) for expert in experts])
 
         engine.fill(values)
         reset_buffers(model)

@@ -11,6 +11,7 @@ from torch import nn
 from models import Documents
 from models.build import build_model, draw, init_weights, parameter_kinds
 from models.execution import apply_checkpointing, compile_blocks
+from models.first_weights import FirstWeights
 from models.generate import generate
 from models.transformer import Decoder
 from moe.control import RouterControl
@@ -41,7 +42,10 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     # one expert, or one matrix, can be drawn alone: what a sharded process does
     w1 = model.layers[2].moe.w1
     for expert in (0, 5):
-        assert torch.equal(w1[expert], draw(config, "layers.2.moe.w1", w1[0].shape, 1, expert))
+        assert torch.equal(
+            w1[expert],
+            draw(config.initializer_range, "layers.2.moe.w1", w1[0].shape, 1, expert),
+        )
     # a deeper model starts with the same first layers
     deeper = build_model(tiny_config("glm4_moe", num_hidden_layers=4), seed=1)
     assert torch.equal(deeper.layers[1].attn.q.weight, model.layers[1].attn.q.weight)
@@ -50,7 +54,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_initial_weights_have_the_configs_spread(case: str) -> None:
     config = tiny_config(case, hidden_size=128, initializer_range=0.02)
-    model = build_model(config)
+    model = build_model(config, first=FirstWeights(embedding=0.02))
     for name, kind in parameter_kinds(model).items():
         parameter = model.get_parameter(name)
         if kind == "norm":
@@ -62,6 +66,28 @@ def test_initial_weights_have_the_configs_spread(case: str) -> None:
             assert abs(parameter.mean()) < 0.002, name
     for name, buffer in model.named_buffers():
         assert (buffer == 0).all(), name
+
+
+def test_first_weights_are_drawn_as_they_are_said() -> None:
+    first = FirstWeights(router=0.5, branches="by_depth")
+    config = tiny_config(
+        "qwen3_moe", hidden_size=128, initializer_range=0.02, num_hidden_layers=8,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = build_model(config, first=first)
+    block = model.layers[0]
+    for weight, std in (
+        (model.embed.weight, 1.0),
+        (model.head.weight, 0.02),
+        (block.moe.router.weight, 0.5),
+        (block.moe.w1, 0.02),
+        (block.moe.w2, 0.02 / 4),
+        (block.attn.o.weight, 0.02 / 4),
+        (block.attn.q.weight, 0.02),
+    ):
+        assert abs(weight.std() / std - 1) < 0.1
+    tied = build_model(config.model_copy(update={"tie_word_embeddings": True}))
+    assert abs(tied.embed.weight.std() / 0.02 - 1) < 0.1
 
 
 def test_no_two_matrices_start_equal() -> None:

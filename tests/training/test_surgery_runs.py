@@ -178,7 +178,7 @@ def test_the_policy_goes_on_with_as_few_families_as_a_token_needs(
 ):
     monkeypatch.chdir(tmp_path)
     words = [str(tiny_config), "run.seed=2", "train.steps=24", "surgery.clone=family"]
-    words += ["train.global_batch_size=2", "router.exportable=false", "router.init_std=3"]
+    words += ["train.global_batch_size=2", "router.exportable=false", "model.init.router=3"]
     words += ["optim.router_lr_multiplier=5", *(POLICY if which == "resize" else POLICY[:-1])]
     words += [f"surgery.policy={which}", "surgery.retire_below=0.95", "surgery.retire_after=1"]
     assert train.main([*words, "surgery.importance=load", "run.name=few"]) == 0
