@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.first_weights import FirstWeights
+from models.first_weights import DEFAULT, FirstWeights
 from models.transformer import Decoder
 from moe import Router
 from moe.kernels.ragged import Widths
@@ -34,7 +34,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int | None = 0,
-    first: FirstWeights = FirstWeights(),
+    first: FirstWeights = DEFAULT,
     **moe_options: Any,
 ) -> Decoder:
     """A `Decoder` with initial weights.
@@ -90,7 +90,7 @@ def start_routers(model: Decoder, loaded: Collection[str] = ()) -> None:
 
 
 @torch.no_grad()
-def init_weights(model: Decoder, seed: int, first: FirstWeights = FirstWeights()) -> None:
+def init_weights(model: Decoder, seed: int, first: FirstWeights = DEFAULT) -> None:
     """Fill all parameters: matrices from N(0, std²) by `FirstWeights.std`, norms 1, biases 0."""
     for name, kind in parameter_kinds(model).items():
         parameter = model.get_parameter(name)
@@ -127,7 +127,7 @@ def initial_values(
     shape: Sequence[int],
     seed: int,
     experts: range | None = None,
-    first: FirstWeights = FirstWeights(),
+    first: FirstWeights = DEFAULT,
 ) -> Tensor:
     """Initial fp32 values of the parameter `name` of that shape on the CPU, or of some of its
     experts, stacked."""

@@ -47,3 +47,6 @@ class FirstWeights(Strict):
         if writes and self.branches == "by_depth":
             return config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
         return config.initializer_range
+
+
+DEFAULT = FirstWeights()

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from models.build import parameter_kinds
-from models.first_weights import FirstWeights
+from models.first_weights import DEFAULT
 from moe.control import begin_step
 from moe.layer import MoE
 from moe.router import gates_at
@@ -102,7 +102,7 @@ def draw_on_device(model: nn.Module, seed: int) -> None:
         elif kind == "bias":
             weight.zero_()
         else:
-            std = FirstWeights().std(model.config, name, kind)
+            std = DEFAULT.std(model.config, name, kind)
             for piece in weight:
                 piece.normal_(0.0, std, generator=generator)
 

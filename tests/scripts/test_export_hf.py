@@ -75,7 +75,7 @@ def test_check_finds_a_difference(script, trained, tmp_path, capsys, monkeypatch
     real = hf_check.check_export
 
     def strict(*args, **kwargs):
-        return real(*args, **{**kwargs, "tolerance": 0.0})
+        return real(*args, **{**kwargs, "tolerance": -1.0})
 
     monkeypatch.setattr(hf_check, "check_export", strict)
     assert script("export_hf").main([str(trained), str(tmp_path / "two"), "--check"]) == 1
