@@ -6,8 +6,8 @@
 CONFIG is a YAML file, for example configs/quickstart.yaml; every setting is explained in
 docs/configuration.md. The same command again resumes from the last good checkpoint.
 
-Exit codes: 0 done; 2 a mistake in the config or the data; 75 stopped on request (SIGTERM, Ctrl+C)
-with a checkpoint saved; 1 anything else.
+Exit codes: 0 done; 2 a mistake in the config or the data; 69 another process, a host or a device
+was lost; 75 stopped on request (SIGTERM, Ctrl+C) with a checkpoint saved; 1 anything else.
 """
 
 from __future__ import annotations
@@ -254,22 +254,26 @@ def main(arguments: Sequence[str]) -> int:
         if launched_rank() == 0:
             print(__doc__, file=sys.stderr)
         return faults.USER_ERROR
-    world = World()
+    world, timeout_s = World(), 0.0
     try:
         world = World(rank=launched_rank())  # until it is known
         path, overrides = read_words(arguments, field_names())
         if path is None:
             raise ConfigError(f"train.py needs a config file, for example: {EXAMPLE}")
         config = load_config(path, overrides)
+        timeout_s = config.parallel.timeout_s
         plan = make_plan(config, launched_size(), hosts=launched_hosts())
         plan.offload.check_folder()
-        world = start(plan.device, config.parallel.timeout_s)
+        world = start(plan.device, timeout_s)
         job = prepare(config, plan, world)
     except faults.USER_ERRORS as error:
         withdraw()
         return faults.tell(world.rank, error, faults.USER_ERROR)
     except Exception as error:
         withdraw()
+        lost = faults.failed_collective(error, timeout_s)
+        if lost is not None:
+            return faults.tell(world.rank, RunFailed(lost), faults.LOST)
         if (told := faults.at_start(error)) is not None:
             return faults.tell(world.rank, told, faults.FAILED)
         traceback.print_exc()
@@ -284,14 +288,14 @@ def main(arguments: Sequence[str]) -> int:
         return faults.tell(world.rank, status.out_of_memory(job, error), faults.FAILED)
     except faults.USER_ERRORS as error:  # a block that is read for the first time may be damaged
         return faults.tell(world.rank, RunFailed(error), faults.USER_ERROR)
-    except (RunFailed, CheckpointError) as error:
-        return faults.tell(world.rank, error, faults.FAILED)
     except Exception as error:
-        traceback.print_exc()
-        lost = faults.failed_collective(error, config.parallel.timeout_s)
+        lost = faults.failed_collective(error, timeout_s)
         if lost is not None:
-            faults.tell(world.rank, RunFailed(lost), faults.FAILED)
-        return faults.FAILED
+            return faults.tell(world.rank, RunFailed(lost), faults.LOST)
+        if isinstance(error, (RunFailed, CheckpointError)):
+            return faults.tell(world.rank, error, faults.FAILED)
+        traceback.print_exc()
+        return faults.LOST if isinstance(error, torch.AcceleratorError) else faults.FAILED
     finally:
         # A save in the background may wait for a process that is gone.
         job.saver.wait(faults.PATIENCE_S if world.size > 1 else None)

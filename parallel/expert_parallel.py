@@ -146,7 +146,7 @@ def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | No
                 "parallel.transport=pull needs all ranks of an expert group on one host, they are "
                 f"on {', '.join(sorted(set(hosts)))}; allowed here: collective"
             )
-        return Pull(SymmetricMemory(group, mesh.device))
+        return Pull(SymmetricMemory(group, mesh.device), group)
     return Pairwise(group) if options.schedule == "pairwise" else Collective(group)
 
 

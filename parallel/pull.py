@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.transport import Pending, Split
+from parallel.transport import Pending, Split, exchanging
 
 SLOTS = 2
 _GRAIN = 1 << 21  # bytes; buffers grow in whole grains
@@ -182,10 +182,11 @@ def _driver(name: str, *arguments: Any) -> None:
 
 
 class Pull:
-    """Transport over `PeerMemory`."""
+    """Transport over `PeerMemory` of the processes of `group`."""
 
-    def __init__(self, memory: PeerMemory) -> None:
+    def __init__(self, memory: PeerMemory, group: dist.ProcessGroup | None = None) -> None:
         self.memory = memory
+        self.group = group
         self.capacity = 0  # bytes of one slot
         self.count = 0
 
@@ -195,7 +196,8 @@ class Pull:
         width = rows.element_size() * rows.shape[1:].numel()
         if split.most * width > self.capacity or not self.capacity:  # the same on all ranks
             self.capacity = max(1, -(-split.most * width * 5 // 4 // _GRAIN)) * _GRAIN
-            memory.reserve(SLOTS * self.capacity)
+            with exchanging(self.group):
+                memory.reserve(SLOTS * self.capacity)
         base = self.count % SLOTS * self.capacity
         self.count += 1
         if memory.stream is not None:

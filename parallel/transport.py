@@ -13,6 +13,8 @@ Shape letters: N ranks of the group, R rows sent by this rank, Q rows received.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -20,6 +22,29 @@ from typing import Protocol
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
+
+
+class ExchangeError(RuntimeError):
+    """Rows did not reach another process or did not come from it.
+
+    Carries what it takes to say so: the operation in words, and the group of processes in it.
+    """
+
+    def __init__(self, operation: str, group: dist.ProcessGroup | None, reason: str) -> None:
+        super().__init__(reason)
+        self.operation = operation
+        self.group = group
+
+
+@contextmanager
+def exchanging(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Makes an `ExchangeError` of what a backend raises inside: gloo's errors are bare
+    `RuntimeError`s that name neither the operation nor the processes."""
+    try:
+        yield
+    except RuntimeError as error:
+        operation = "all_to_all of tokens on their way to experts or back"
+        raise ExchangeError(operation, group, str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -107,10 +132,12 @@ class _Flying:
     works: list[dist.Work]
     received: Tensor
     sent: Tensor | None
+    group: dist.ProcessGroup
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        with exchanging(self.group):
+            for work in self.works:
+                work.wait()
         self.works = []
         self.sent = None
         return self.received
@@ -125,10 +152,11 @@ class Collective:
     def start(self, rows: Tensor, split: Split) -> Pending:
         _check(rows, split)
         received = rows.new_empty(sum(split.receive), *rows.shape[1:])
-        work = dist.all_to_all_single(
-            received, rows, split.receive, split.send, group=self.group, async_op=True
-        )
-        return _Flying([work], received, rows)
+        with exchanging(self.group):
+            work = dist.all_to_all_single(
+                received, rows, split.receive, split.send, group=self.group, async_op=True
+            )
+        return _Flying([work], received, rows, self.group)
 
 
 @dataclass(frozen=True)
@@ -160,8 +188,9 @@ class Pairwise:
                 operations.append(
                     dist.P2POp(dist.irecv, of[source], group=self.group, group_peer=source)
                 )
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Flying(works, received, rows)
+        with exchanging(self.group):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return _Flying(works, received, rows, self.group)
 
 
 def _check(rows: Tensor, split: Split) -> None:

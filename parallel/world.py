@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from parallel.transport import ExchangeError
+
 # Until all processes are there: hosts may take very unequal times to start Python and import.
 JOIN_S = 300.0
 
@@ -149,7 +151,7 @@ def _fresh(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.St
     of the others in answer to a number that this one has just drawn.
 
     Raises:
-        RuntimeError: on the first process, with the processes that did not come in time.
+        ExchangeError: on the first process, with the processes that did not come in time.
     """
     if rank:
         number = uuid.uuid4().hex
@@ -169,9 +171,11 @@ def _fresh(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.St
                     store.set(f"tessera/answer/{number}", name)
                     answered.add(number)
         if missing and time.monotonic() > end:
-            raise RuntimeError(
+            raise ExchangeError(
+                "joining",
+                None,
                 f"processes {', '.join(map(str, sorted(missing)))} of {size} did not join within "
-                f"{timeout_s:g} s"
+                f"{timeout_s:g} s",
             )
         time.sleep(0.01)
     return dist.PrefixStore(name, store)

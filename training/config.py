@@ -511,7 +511,8 @@ class Plan:
     accumulation: int
     """Forward passes of one process in one optimizer step."""
     rows_per_rank: int
-    """Rows of one process in one optimizer step."""
+    """Rows of one process in one optimizer step; where they do not divide, the last ones have one
+    less and an empty row instead."""
     tokens_per_step: int
     """Positions of one optimizer step over all processes."""
 
@@ -527,16 +528,16 @@ def make_plan(
         hosts: machines that the processes run on.
 
     Raises:
-        ConfigError: a batch or a layout that does not divide, an engine that is not installed, or a
-            device that is not there.
+        ConfigError: fewer rows than processes, a layout that does not divide, an engine that is not
+            installed, or a device that is not there.
     """
     train = config.train
-    if train.global_batch_size % world_size:
+    if train.global_batch_size < world_size:
         raise ConfigError(
-            f"train.global_batch_size={train.global_batch_size} must be a multiple of the "
-            f"{world_size} processes"
+            f"train.global_batch_size={train.global_batch_size} leaves some of the {world_size} "
+            f"processes without a row; allowed: {world_size} or more"
         )
-    rows = train.global_batch_size // world_size
+    rows = -(-train.global_batch_size // world_size)
     most = min(train.micro_batch_size, rows)
     micro_batch = next(size for size in range(most, 0, -1) if rows % size == 0)
     if cuda is None:

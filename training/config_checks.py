@@ -208,11 +208,6 @@ def check_combinations(config: Config) -> None:
             f"train.steps={shown(train.steps)} and train.epochs={shown(train.epochs)}: give one "
             "of the two, and one only (null empties the other)"
         )
-    if train.global_batch_size % train.micro_batch_size:
-        raise ValueError(
-            f"train.global_batch_size={train.global_batch_size} must be a multiple of "
-            f"train.micro_batch_size={train.micro_batch_size}"
-        )
     check_surgery(config)
     check_exactness(config)
     if model.moe_expert_widths is not None:
@@ -220,7 +215,7 @@ def check_combinations(config: Config) -> None:
     elif config.model.kernels == "spmm":
         _check_spmm(config)
     _check_router(config)
-    check_rounding(config, train.micro_batch_size)
+    check_rounding(config, min(train.micro_batch_size, train.global_batch_size))
     if config.parallel.schedule == "whole" and config.router.rounding != "none":
         raise ValueError(
             f"parallel.schedule=whole cannot be with router.rounding={config.router.rounding}, "

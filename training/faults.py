@@ -1,8 +1,9 @@
 """How a run ends before its end: requests to stop, exit codes, and errors told in one line.
 
-Exit codes: 0 done; 2 a mistake in the config or the data; 75 stopped on request with a checkpoint
-saved (EX_TEMPFAIL: the same command again goes on); 1 anything else. `torchrun` itself ends with 1
-whenever one of its processes ends with anything but 0.
+Exit codes: 0 done; 2 a mistake in the config or the data; 69 another process, a host or a device
+was lost (EX_UNAVAILABLE: a restart may help); 75 stopped on request with a checkpoint saved
+(EX_TEMPFAIL: the same command resumes); 1 anything else. `torchrun` itself ends with 1 whenever one
+of its processes ends with anything but 0; the launchers in scripts/launch/ end with the run's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -24,17 +26,19 @@ from torch import Tensor
 from models.errors import UserError
 from parallel import ParallelError
 from training.checkpoint import CheckpointError
+from parallel.transport import ExchangeError
 from training.config_load import ConfigError
 from training.logging import DISK_FULL
 
 DONE = 0
 FAILED = 1
 USER_ERROR = 2
+LOST = 69
 STOPPED = 75
 
-# torchrun passes a signal on to processes that a terminal's Ctrl+C has already reached, so within
-# this time a second signal is taken for the same request.
-_SAME_REQUEST_S = 3.0
+# A launcher passes a signal on to processes that have got it from elsewhere too, as from Slurm or a
+# terminal, so within this time a second signal is taken for the same request.
+SAME_REQUEST_S = 3.0
 
 # How long a run of several processes that ends early waits for a save that is under way.
 PATIENCE_S = 20.0
@@ -74,7 +78,7 @@ class StopRequest:
         if self.received is None:
             self.received, self._at = signal.Signals(number).name, now
             return
-        if "TORCHELASTIC_RUN_ID" in os.environ and now - self._at < _SAME_REQUEST_S:
+        if "TORCHELASTIC_RUN_ID" in os.environ and now - self._at < SAME_REQUEST_S:
             return
         # No clean-up at all: whoever asks twice does not want to wait. A checkpoint that is being
         # written stays a .tmp folder, which is never loaded.
@@ -139,40 +143,54 @@ def at_start(error: Exception) -> Exception | None:
 def failed_collective(error: BaseException, timeout_s: float) -> str | None:
     """In one line, who waited for whom in which operation; None if that is not what went wrong.
 
-    Found in the traceback: PyTorch's own messages name neither the operation nor the processes.
+    PyTorch's own messages name neither. The project's exchanges say it (`ExchangeError`); an error
+    of any other was raised inside `torch.distributed`, as its last frame of Python shows: gloo's
+    errors have no type of their own.
     """
-    found: tuple[str, Any] | None = None
-    file = ""
-    trace = error.__traceback__
-    while trace is not None:
-        frame = trace.tb_frame
-        file, function = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
-        group = frame.f_locals.get("group")
-        if file.endswith("distributed/distributed_c10d.py") and function != "wrapper":
-            if found is None or not found[0].startswith(("all_", "reduce", "broadcast", "barrier")):
-                found = (function, group)
-        elif "/_fully_shard/" in file:
-            gathers = "gather" in function or "unshard" in function
-            what = "all_gather of weights" if gathers else "reduce_scatter of gradients"
-            found = found or (f"{what} (fsdp2)", None)
-        elif file.endswith(("parallel/transport.py", "parallel/pull.py")):
-            group = getattr(frame.f_locals.get("self"), "group", None)
-            found = ("all_to_all of tokens on their way to experts or back", group)
-        trace = trace.tb_next
-    inside = "torch/distributed/" in file or file.endswith(("transport.py", "pull.py"))
-    if found is None or not inside or not dist.is_initialized():
+    if not dist.is_initialized():
+        if not isinstance(error, (ExchangeError, dist.DistError)):
+            return None
+        return f"the processes did not find one another: {error}; the same command tries again"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ExchangeError):
+            operation, group = cause.operation, cause.group
+            break
+        place = _in_torch_distributed(cause)
+        if place is not None:
+            operation, group = place
+            break
+        cause = cause.__cause__
+    else:
         return None
-    name, group = found
-    if not isinstance(group, dist.ProcessGroup):
-        group = dist.group.WORLD
-    ranks = dist.get_process_group_ranks(group)
-    reason = " ".join(str(error).split())[:200]
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    reason = " ".join(str(cause).split())[:200]
     return (
-        f"process {dist.get_rank()} on host {socket.gethostname()}: {name} over processes "
+        f"process {dist.get_rank()} on host {socket.gethostname()}: {operation} over processes "
         f"{', '.join(map(str, ranks))} failed: {reason}. One of them is gone, cut off, or did not "
-        f"come within parallel.timeout_s={timeout_s:g}; the same command goes on from the last "
+        f"come within parallel.timeout_s={timeout_s:g}; the same command resumes from the last "
         "checkpoint"
     )
+
+
+def _in_torch_distributed(error: BaseException) -> tuple[str, dist.ProcessGroup | None] | None:
+    """The operation in which `torch.distributed` raised the error, and its group where known."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or not isinstance(error, (RuntimeError, dist.DistError)):
+        return None
+    ours = [vars(dist.distributed_c10d) is frame.f_globals for frame in frames]
+    package = frames[-1].f_globals.get("__name__", "")
+    if not isinstance(error, dist.DistError) and not package.startswith(f"{dist.__name__}."):
+        return None
+    if not any(ours):  # an engine that waits for what it has started
+        return "an exchange of weights or gradients", None
+    frame = frames[ours.index(True)]
+    group = frame.f_locals.get("group")
+    if not isinstance(group, dist.ProcessGroup):
+        group = None
+    # Decorators of torch's own come first; the function itself knows its name.
+    names = [f.f_code.co_name for f, own in zip(frames, ours) if own]
+    return names[-1], group
 
 
 def tell(rank: int, error: BaseException, code: int) -> int:

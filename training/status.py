@@ -362,7 +362,8 @@ def saves(job: Job, final: bool = False) -> None:
         if isinstance(saved.error, NonFiniteWeights):
             raise RunFailed(f"{saved.error}. The same command goes on from the last one")
     if final and job.saver.last_error is not None:  # perhaps told of in the loop already
-        raise RunFailed(f"the last checkpoint could not be saved: {job.saver.last_error}")
+        error = job.saver.last_error
+        raise RunFailed(f"the last checkpoint could not be saved: {error}") from error
 
 
 # --- the end ------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@
 #
 # Hosts are the nodes of the mesh unless parallel.nodes says otherwise. GPUS=4 takes fewer of each
 # host, PORT another port than 29500, RESTARTS another number of restarts than 3. Where a host has
-# several networks, name the one to use: NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0.
+# several networks, name the one to use: NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0. Stop one
+# host (Ctrl+C) and all save and end with 75. The exit code is the run's.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ $# -eq 0 || "$1" == "--help" ]]; then
-    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    sed -n '2,10s/^# \{0,1\}//p' "$0"
     exit 0
 fi
 PYTHON=${PYTHON:-python}
@@ -19,7 +20,6 @@ if [[ "$GPUS" == 0 ]]; then
     echo "hosts.sh: PyTorch sees no GPU here; GPUS=2 starts two CPU processes" >&2
     exit 2
 fi
-exec "$PYTHON" -m torch.distributed.run --nnodes="${HOSTS:?number of hosts}" \
-    --nproc-per-node="$GPUS" --max-restarts="${RESTARTS:-3}" \
-    --rdzv-backend=c10d --rdzv-id="${RUN_ID:-tessera}" \
-    --rdzv-endpoint="${FIRST:?address of the first host}:${PORT:-29500}" train.py "$@"
+exec "$PYTHON" scripts/launch/launch.py --processes "$GPUS" --restarts "${RESTARTS:-3}" \
+    --hosts "${HOSTS:?number of hosts}" --id "${RUN_ID:-tessera}" \
+    --first "${FIRST:?address of the first host}:${PORT:-29500}" -- "$@"

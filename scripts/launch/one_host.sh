@@ -3,9 +3,9 @@
 #
 #     bash scripts/launch/one_host.sh configs/olmoe_1b_7b.yaml train.steps=100
 #
-# GPUS=4 takes fewer; without a GPU it is the number of processes on the CPU. A process that dies
-# takes the run down; it starts again, up to RESTARTS times (3), from the last good checkpoint. Ctrl+C
-# saves and ends with 75; the same command goes on.
+# GPUS=4 takes fewer; without a GPU it is the number of processes on the CPU. A process that is killed
+# or lost ends the run; it starts again, up to RESTARTS times (3), from the last good checkpoint.
+# Ctrl+C saves and ends with 75; the same command resumes. The exit code is the run's.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ $# -eq 0 || "$1" == "--help" ]]; then
@@ -18,5 +18,4 @@ if [[ "$GPUS" == 0 ]]; then
     echo "one_host.sh: PyTorch sees no GPU here; GPUS=2 starts two CPU processes" >&2
     exit 2
 fi
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$GPUS" \
-    --max-restarts="${RESTARTS:-3}" train.py "$@"
+exec "$PYTHON" scripts/launch/launch.py --processes "$GPUS" --restarts "${RESTARTS:-3}" -- "$@"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -170,11 +171,40 @@ def test_two_processes_resume_exactly_and_a_second_signal_ends_at_once(config, t
 
 
 def test_mistakes_are_told_once_by_several_processes(config, tmp_path):
-    odd = ("train.global_batch_size=3", "train.micro_batch_size=1")
+    odd = ("train.global_batch_size=1", "train.micro_batch_size=1")
     group = train(config, tmp_path, *odd, "run.name=wrong", world=2)
     finish(group, 2)
     told = [line for line in group.output().splitlines() if "error" in line]
-    assert len(told) == 1 and "a multiple of the 2 processes" in told[0], group.output()
+    assert len(told) == 1 and "the 2 processes without a row" in told[0], group.output()
+
+
+def test_d5_rows_that_do_not_divide_train_the_same_model(config, tmp_path):
+    """5 rows a step on one process, on 2 (3 and 2) and on 3 (2, 2 and 1), and from one to another:
+    the same rows, losses, norms and validation."""
+    words = ("train.global_batch_size=5", "train.steps=6", "checkpoint.every_steps=3")
+    words += ("eval.every_steps=3", "eval.rows=5", "data.packing=false")
+    for world in (1, 2, 3):
+        finish(train(config, tmp_path, *words, f"run.name=of{world}", world=world))
+    # from the third step of the run on three, on two
+    shutil.copytree(
+        tmp_path / "runs/of3/checkpoints/step_00000003",
+        tmp_path / "runs/from3/checkpoints/step_00000003",
+    )
+    finish(train(config, tmp_path, *words, "run.name=from3", world=2))
+    one = read_metrics(tmp_path / "runs/of1")
+    for name, first in (("of2", 1), ("of3", 1), ("from3", 4)):
+        other = read_metrics(tmp_path / f"runs/{name}")
+        assert [line["step"] for line in other] == list(range(first, 7))
+        for ours, theirs in zip(other, one[first - 1 :]):
+            assert ours["tokens"] == theirs["tokens"]
+            for key in {"loss", "grad_norm", "val_loss"} & theirs.keys():
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (name, key)
+        assert sum("val_loss" in line for line in other) == (2 if first == 1 else 1)
+        states = [
+            read_state((tmp_path / f"runs/{run}/checkpoints/latest").resolve())["data"]
+            for run in ("of1", name)
+        ]
+        assert states[0] == states[1]
 
 
 def test_a_start_that_several_processes_refused_can_be_corrected(config, tmp_path):

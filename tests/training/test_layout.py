@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+import yaml
 
 import train
 from parallel.expert_parallel import ExpertParallelOptions
@@ -146,3 +147,23 @@ def test_adam_kernels_that_cannot_be_built_are_refused_with_the_remedy(tiny_conf
     monkeypatch.setenv("CXX", "no_such_compiler")
     with pytest.raises(ConfigError, match=r"CPUAdam needs a C\+\+ compiler; install it, or leave"):
         plan(tiny_config, "parallel.adam=deepspeed", "parallel.offload=cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "micro", "accumulation"),
+    [
+        (["train.global_batch_size=4"], 1, 4, 1),  # the default of 8 is the most
+        (["train.global_batch_size=20"], 1, 5, 4),
+        (["train.global_batch_size=7", "train.micro_batch_size=3"], 1, 1, 7),
+        (["train.global_batch_size=7", "train.micro_batch_size=3"], 2, 2, 2),  # 4 rows and 3
+        (["train.global_batch_size=32"], 3, 1, 11),
+    ],
+)
+def test_d6_the_micro_batch_is_the_largest_divisor_of_a_process_s_rows(
+    tiny_config, tmp_path, words, world, micro, accumulation
+):
+    values = yaml.safe_load(tiny_config.read_text())
+    del values["train"]["micro_batch_size"]
+    (tmp_path / "unset.yaml").write_text(yaml.safe_dump(values))
+    found = make_plan(load_config(tmp_path / "unset.yaml", words), world, cuda=False)
+    assert (found.micro_batch_size, found.accumulation) == (micro, accumulation)

@@ -565,7 +565,6 @@ def test_exit_codes_of_mistakes(run, tiny_config, tmp_path, capsys, monkeypatch)
         (["--steps", "4"], "--steps is no option"),
         ([str(tiny_config), "optim.lrr=1"], "did you mean optim.lr"),
         ([str(tiny_config), "model.vocab_size=100"], "model.vocab_size=100 is too small"),
-        ([str(tiny_config), "train.micro_batch_size=3"], "multiple of train.micro_batch_size=3"),
         ([str(tiny_config), "data.sources.0.path=nowhere.txt"], "nowhere.txt"),
     ):
         assert train.main(arguments) == 2, arguments

@@ -1,4 +1,4 @@
-"""Under torchrun: a process that is killed, and a host that is cut off from the other.
+"""Under the launchers: a process that is killed, and a host that is cut off from the other.
 
 The second host is a network namespace of this machine with an address of its own; making one needs
 privileges, without which that test is skipped.
@@ -7,6 +7,7 @@ privileges, without which that test is skipped.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import random
 import signal
@@ -30,22 +31,23 @@ STEPS = 8 + 2 * (KILLS - 1)
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
-def agent(namespace: str | None, variables: dict[str, str], arguments: list[str]) -> None:
-    """torchrun in this process, in a network namespace if one is given."""
-    from torch.distributed import run
-
+def launcher(namespace: str | None, variables: dict[str, str], arguments: list[str]) -> None:
+    """What the launch scripts run, in a network namespace if one is given."""
     if namespace is not None:
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{namespace}") as file:
             if libc.setns(file.fileno(), NEW_NETWORK):
                 raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
     os.environ.update({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables)
-    run.main(arguments)
+    spec = importlib.util.spec_from_file_location("launch", ROOT / "scripts/launch/launch.py")
+    launch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(launch)
+    os._exit(launch.main(arguments))
 
 
 def settings(config: Path, name: str) -> list[str]:
     return [
-        str(ROOT / "train.py"), str(config), f"run.name={name}", f"train.steps={STEPS}",
+        str(config), f"run.name={name}", f"train.steps={STEPS}",
         "train.micro_batch_size=1", "checkpoint.every_steps=2", "eval.every_steps=null",
         "eval.rows=128", "parallel.timeout_s=10",
     ]  # fmt: skip
@@ -78,15 +80,16 @@ def curve(run: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_process_takes_the_run_down_and_torchrun_brings_it_back(tmp_path):
+def test_d3_a_killed_process_takes_the_run_down_and_the_launcher_brings_it_back(tmp_path):
     config = write_inputs(tmp_path / "inputs", count=14)
-    whole = processes.start_training(settings(config, "whole")[1:], world=2, folder=tmp_path)
+    whole = processes.start_training(settings(config, "whole"), world=2, folder=tmp_path)
     assert whole.wait(200) == [0, 0], whole.output()
     draw = random.Random(KILLS)
     run = tmp_path / "runs/killed"
     group = processes.start(
-        agent, None, {}, ["--standalone", "--nproc-per-node=2", f"--max-restarts={KILLS}",
-                          *settings(config, "killed")], folder=tmp_path,
+        launcher, None, {},
+        ["--processes=2", f"--restarts={KILLS}", "--", *settings(config, "killed")],
+        folder=tmp_path,
     )  # fmt: skip
     for kill in range(KILLS):
         wait_for_step([group], run, min(last_step(run) + draw.randint(1, 4), STEPS - 2))
@@ -99,7 +102,8 @@ def test_a_killed_process_takes_the_run_down_and_torchrun_brings_it_back(tmp_pat
             time.sleep(0.1)
         print(f"kill {kill + 1}: all ended after {time.monotonic() - killed:.1f} s")
     assert group.wait(200) == [0], group.output()
-    assert group.output().count("failed (exitcode: -9)") == KILLS
+    assert group.output().count("was killed by SIGKILL; starting") == KILLS
+    assert "Traceback" not in group.output()
     assert "over processes 0, 1 failed: " in group.output(), "what the other process saw"
     assert curve(run) == curve(tmp_path / "runs/whole")
     starts = [event for event in read_lines(run / "events.jsonl") if event["event"] == "start"]
@@ -150,10 +154,9 @@ def test_two_hosts_train_and_go_on_after_one_was_cut_off(tmp_path, hosts):
         port = 29500 + random.randrange(1000)
         return [
             processes.start(
-                agent, name, {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"},
-                ["--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}", "--rdzv-backend=c10d",
-                 f"--rdzv-endpoint=10.77.0.1:{port}", f"--rdzv-conf=is_host={1 - rank}",
-                 f"--local-addr=10.77.0.{rank + 1}", *settings(config, "two")],
+                launcher, name, {"GLOO_SOCKET_IFNAME": "eth0"},
+                ["--processes=1", "--hosts=2", f"--first=10.77.0.1:{port}", "--id=two",
+                 "--restarts=0", "--", *settings(config, "two")],
                 folder=tmp_path / f"host{rank}",
             )
             for rank, name in enumerate(hosts)
@@ -176,7 +179,7 @@ def test_two_hosts_train_and_go_on_after_one_was_cut_off(tmp_path, hosts):
     while "error on process 1: process 1 on host" not in groups[1].output():
         assert time.monotonic() - cut < 60, groups[1].output()
         time.sleep(0.1)
-    # Its torchrun would look for the other one's store for minutes: that host is reset.
+    # Its launcher would look for the other one's store for minutes: that host is reset.
     workers = children(groups[1].processes[0].pid)
     groups[1].signal(signal.SIGKILL)
     groups[1].wait(10)
