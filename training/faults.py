@@ -25,8 +25,8 @@ from torch import Tensor
 
 from models.errors import UserError
 from parallel import ParallelError
-from training.checkpoint import CheckpointError
 from parallel.transport import ExchangeError
+from training.checkpoint import CheckpointError
 from training.config_load import ConfigError
 from training.logging import DISK_FULL
 
