@@ -23,6 +23,7 @@ import numpy as np
 
 from training.data.config import DataError
 from training.data.encode import Encoder
+from training.data.identity import differences, file_hashes
 from training.data.lock import POLL_S, atomic_file, disk_errors
 from training.data.progress import Progress
 from training.data.readers import FileReader, HubReader, Item
@@ -106,7 +107,7 @@ def write_store(
     workers: int = 0,
     label: str = "",
     block_bytes: int | None = None,
-    may_write: Callable[[int], bool] = lambda block: True,
+    may_write: Callable[[int], bool] | None = None,
 ) -> None:
     """Make the store in `folder`, or go on with it. The caller holds its lock.
 
@@ -115,13 +116,14 @@ def write_store(
         workers: tokenising processes; 0 takes one a core.
         label: name on the progress bar; empty shows none.
         block_bytes: text of one block; None goes by the size of the input.
-        may_write: asked before block N is read; the writer pauses while it says no.
+        may_write: asked before block N is read; the writer pauses while it says no. None: without
+            pauses, and the files' hashes are kept first, which reads them once more.
 
     Raises:
         DataError: a bad line under `stop`, a full disk, or a folder with another store's plan.
     """
     plan = make_plan(reader, tokenizer, block_bytes)
-    _start(folder, plan, tokenizer)
+    _start(folder, plan, tokenizer, hashed=may_write is None)
     done, offset = read_blocks(folder)
     refuse_bad_lines(folder, done, on_bad_line)
     workers = workers or usable_cores()
@@ -151,7 +153,7 @@ def write_store(
             queue.append(pending)
             while queue and (queue[0].future.done() or len(queue) > 2 * workers + 1):
                 finish_first()
-            while not may_write(len(done) + len(queue)):
+            while may_write is not None and not may_write(len(done) + len(queue)):
                 if queue:
                     finish_first()
                 else:
@@ -173,16 +175,19 @@ def write_store(
     _write_json(folder / "meta.json", meta)
 
 
-def _start(folder: Path, plan: dict[str, Any], tokenizer: TextTokenizer) -> None:
+def _start(folder: Path, plan: dict[str, Any], tokenizer: TextTokenizer, hashed: bool) -> None:
     path = folder / "plan.json"
     if path.is_file():
         have = json.loads(path.read_text(encoding="utf-8"))
-        if have != plan:
-            changed = sorted(key for key in plan if have.get(key) != plan[key])
-            raise DataError(
-                f"{folder} holds a token store made otherwise ({', '.join(changed)} differ): "
-                "choose another folder, or remove it"
-            )
+        hashes = {"sha256": have["sha256"]} if "sha256" in have else {}
+        if have != plan | hashes:
+            told = differences(have, plan)
+            if told:
+                raise DataError(
+                    f"{folder} holds a token store made of something else: {'; '.join(told)}. "
+                    "Choose another folder, or remove it"
+                )
+            _write_json(path, plan | hashes)  # the same text under other names or times
         # What a killed writer of this host left half-written; the lock says that there is none now.
         for leftover in (folder / "blocks").glob(f".*.{socket.gethostname()}.*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -190,7 +195,7 @@ def _start(folder: Path, plan: dict[str, Any], tokenizer: TextTokenizer) -> None
     with disk_errors(folder):
         (folder / "blocks").mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder / "tokenizer")
-    _write_json(path, plan)
+    _write_json(path, plan | ({"sha256": file_hashes(plan)} if hashed else {}))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import time
@@ -16,7 +17,13 @@ import numpy as np
 import pytest
 
 import training.data.writer as writer_module
-from tests.training.data.helpers import NUMBERS, number_tokenizer, numbered, write_jsonl
+from tests.training.data.helpers import (
+    NUMBERS,
+    number_tokenizer,
+    numbered,
+    write_jsonl,
+    write_tokenizer,
+)
 from training.data import DataError, SourceConfig, TokenStore
 from training.data.lock import run_once, try_lock
 from training.data.readers import FileReader, HubReader, find_files
@@ -216,7 +223,56 @@ def test_bad_lines_stop_or_are_counted(tmp_path: Path) -> None:
 def test_a_store_of_other_inputs_is_not_mixed_up(tmp_path: Path, text: Path) -> None:
     make(tmp_path, text)
     write_jsonl(text / "d.jsonl", numbered(3))
-    with pytest.raises(DataError, match=r"made otherwise \(reader differ\)"):
+    with pytest.raises(DataError, match=r"made of 3 files, these are 4, new: d\.jsonl"):
+        make(tmp_path, text)
+
+
+def test_a4_the_same_text_unpacked_anew_is_the_same_store(tmp_path: Path, text: Path) -> None:
+    folder = make(tmp_path, text)
+    made = {path: path.stat().st_mtime_ns for path in (folder / "blocks").iterdir()}
+    for number, name in enumerate(("text", "elsewhere")):  # other times; another folder as well
+        anew = tmp_path / name
+        shutil.copytree(text, tmp_path / "copy")
+        shutil.rmtree(anew, ignore_errors=True)
+        (tmp_path / "copy").rename(anew)
+        for file in anew.iterdir():
+            os.utime(file, (10**9 + number, 10**9 + number))
+        make(tmp_path, anew)
+        assert {path: path.stat().st_mtime_ns for path in (folder / "blocks").iterdir()} == made
+        plan = json.loads((folder / "plan.json").read_text())
+        names = [file[0] for file in plan["reader"]["files"]]
+        assert names == [str(anew / f"{letter}.jsonl") for letter in "abc"]
+    # an unfinished one goes on with it
+    (folder / "meta.json").unlink()
+    lines = (folder / "blocks.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "blocks.jsonl").write_bytes(b"".join(lines[:-1]))
+    os.utime(anew / "a.jsonl")
+    make(tmp_path, anew)
+    assert (folder / "meta.json").is_file()
+    # as long, and another text
+    content = (anew / "c.jsonl").read_text()
+    (anew / "c.jsonl").write_text(content.replace("501", "502", 1))
+    with pytest.raises(DataError, match=r"something else: .*/c\.jsonl holds other text\. Choose"):
+        make(tmp_path, anew)
+    (anew / "c.jsonl").write_text(content + content)
+    with pytest.raises(DataError, match=r"c\.jsonl has [\d,]+ bytes, .*/c\.jsonl had [\d,]+"):
+        make(tmp_path, anew)
+
+
+def test_a4_what_differs_is_told_in_words(tmp_path: Path, text: Path) -> None:
+    folder = make(tmp_path, text)
+    given = reader(text, text_field="body")
+    with pytest.raises(DataError, match=r"text_field is 'body', not 'text'"):
+        write_store(folder, given, number_tokenizer(tmp_path / "tok"), on_bad_line="stop")
+    other = read_tokenizer(write_tokenizer(tmp_path / "tok2", numbers=900))
+    with pytest.raises(DataError, match=r"the tokenizer is another \(\w{12}…, now \w{12}…\)"):
+        write_store(folder, reader(text), other, on_bad_line="stop")
+    # A store that was made while training keeps no hashes.
+    plan = json.loads((folder / "plan.json").read_text())
+    del plan["sha256"]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    os.utime(text / "a.jsonl", (1, 1))
+    with pytest.raises(DataError, match="other names or times, and this store keeps no hash"):
         make(tmp_path, text)
 
 
