@@ -55,7 +55,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--files", type=expand_home, nargs="+", help="data files of the hub data set or builder"
     )
-    parser.add_argument("--format", default="auto", help="auto, jsonl, parquet, text or lines")
+    parser.add_argument(
+        "--format", default="auto", help="auto, jsonl, json, parquet, text or lines"
+    )
     parser.add_argument("--text-field", help="field with the text (default text)")
     parser.add_argument("--on-bad-line", choices=("stop", "skip"), default="stop")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
@@ -111,6 +113,8 @@ def prepare(given: argparse.Namespace) -> None:
     try:
         source = resolve(source, "inputs")
         reader = make_reader(source, "inputs")
+        for line in reader.told:
+            print(line)
         # An earlier run of this command may have left its tokenizer here: it is used again if it
         # was trained, and must be the same if it is named.
         tokenizer = load_tokenizer(config, given.out / "tokenizer", place="--out")

@@ -185,3 +185,17 @@ def test_c12_folders_of_weights_that_do_not_fit_are_one_line(run, tmp_path, caps
     assert run("run.name=second", f"model.init_from={out}") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(weights) in line and "safetensors" in line
+
+
+def test_c10_the_start_says_which_files_of_a_folder_are_taken(run, tmp_path, capsys):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "README.md").write_text("about " * 500)
+    line = '{"text": "' + "the old whale saw the sailor " * 40 + '"}\n'
+    (folder / "a.jsonl").write_text(line * 3)
+    (folder / "b.csv").write_text("x")
+    source = f"data.sources=[{{path: {folder}}}]"
+    assert run("run.name=folder", source, "train.steps=1", "optim.warmup_steps=0") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 file taken: a.jsonl; left out: README.md (about the data); b.csv (ending" in told
+    assert "corpus: 3 documents" in told

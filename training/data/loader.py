@@ -42,6 +42,8 @@ class Source:
     name: str
     order: Order
     feeder: Feeder | None = None
+    told: Sequence[str] = ()
+    """Lines about which files of a folder it is made of, and which are left out."""
 
     @cached_property
     def content(self) -> str:
@@ -153,8 +155,12 @@ class TrainData:
         return None if None in rows else sum(rows)
 
     def describe(self) -> list[str]:
-        """A line for each source: documents, tokens, and what was left out and why."""
-        return [describe(source.name, source.order.store) for source in self.sources]
+        """Lines about each source: which files of a folder it is made of and which not; documents,
+        tokens, and what was left out and why."""
+        lines: list[str] = []
+        for source in self.sources:
+            lines += [*source.told, describe(source.name, source.order.store)]
+        return lines + [line for source in self.validation_sources for line in source.told]
 
     # --- training -------------------------------------------------------------------------------
 
@@ -411,7 +417,7 @@ def build_data(
     validation: list[Source] = []
     for index, (given, name) in enumerate(zip(config.sources, names)):
         key = f"data.sources[{index}]"
-        store, feeder = open_source(
+        store, feeder, told = open_source(
             resolve(given, key), key, config, tokenizer, stream=config.stream, timeout_s=timeout_s
         )
         streamed = feeder is not None
@@ -424,7 +430,7 @@ def build_data(
         )
         if streamed:
             feeder.wait_for(lambda order=order: order.has(0, 0))
-        source = Source(name, order, feeder)
+        source = Source(name, order, feeder, told)
         sources.append(source)
         _check_enough(source, key)
         if config.validation_fraction:
@@ -436,11 +442,11 @@ def build_data(
         raise DataError("data.stream=true has no use: all sources are token stores already")
     for index, (given, name) in enumerate(zip(config.validation_sources, validation_names)):
         key = f"data.validation_sources[{index}]"
-        store, _ = open_source(
+        store, _, told = open_source(
             resolve(given, key), key, config, tokenizer, stream=False, timeout_s=timeout_s
         )
         order = Order(store, cut, seed=_VALIDATION_SEED, held=HeldOut(store, 0.0, False))
-        source = Source(name, order)
+        source = Source(name, order, told=told)
         validation.append(source)
         _check_enough(source, key)
     for source in (*sources, *validation):

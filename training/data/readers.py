@@ -7,25 +7,20 @@ there yields exactly the items that follow. What is wrong with a line is an item
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
+import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from training.data.config import DataError, SourceConfig
+from training.data.files import format_of
 from training.data.hub import quiet_hub
 
-_SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-}
 _PARQUET_ROWS = 1024
 
 
@@ -50,76 +45,18 @@ class Item(NamedTuple):
             )
 
 
-# --- which files --------------------------------------------------------------------------------
-
-
-def format_of(path: Path, given: str) -> str | None:
-    """Format of a file by its ending (`.gz` may follow); None if unknown."""
-    if given != "auto":
-        return given
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    return _SUFFIXES.get(suffixes[-1]) if suffixes else None
-
-
-def find_files(source: SourceConfig, key: str) -> list[Path]:
-    """Files of a source in a fixed order: as listed, and sorted inside a folder or glob.
-
-    Raises:
-        DataError: nothing there, or a file whose format its ending does not tell.
-    """
-    paths = [source.path] if isinstance(source.path, str) else list(source.path or ())
-    found: dict[Path, None] = {}
-    for given in paths:
-        path = Path(given).expanduser()
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not hidden(p, path))
-            matches = [p for p in inside if format_of(p, source.format)]
-            if not matches:
-                saved = [str(p.parent) for p in inside if p.name == "state.json"]
-                raise DataError(
-                    f"{key}={given!r}: none of the {len(inside)} files in this folder is "
-                    f"{_allowed(source)}{'; saved data sets: ' * bool(saved)}{', '.join(saved)}"
-                )
-        elif path.is_file():
-            matches = [path]
-        else:
-            matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-            matches = [p for p in matches if p.is_file()]
-            if not matches:
-                own = "; give your own text: data.sources='[{path: FILE_OR_FOLDER}]'"
-                raise DataError(
-                    f"{key}={given!r}: no such file, and no file matches it as a glob"
-                    + own * key.startswith("data.sources")
-                )
-        for match in matches:
-            if format_of(match, source.format) is None:
-                raise DataError(
-                    f"{key}: the format of {str(match)!r} is not known by its ending "
-                    f"({_allowed(source)}); give it as format"
-                )
-            found.setdefault(match.resolve())
-    return list(found)
-
-
-def hidden(path: Path, base: Path) -> bool:
-    """Whether a part of `path` below `base` starts with a dot."""
-    return any(part.startswith(".") for part in path.relative_to(base).parts)
-
-
-def _allowed(source: SourceConfig) -> str:
-    return " ".join(_SUFFIXES) + ", each also with .gz" if source.format == "auto" else "a file"
-
-
 # --- files --------------------------------------------------------------------------------------
 
 
 class FileReader:
-    """Documents of files, in order. `start`: an `Item.next`, or None for the beginning."""
+    """Documents of files, in order. `start`: an `Item.next`, or None for the beginning.
 
-    def __init__(self, files: list[Path], source: SourceConfig):
-        self.files = files
+    Args:
+        told: lines about which files these are.
+    """
+
+    def __init__(self, files: list[Path], source: SourceConfig, told: Sequence[str] = ()):
+        self.files, self.told = files, list(told)
         self.text_field = source.text_field or "text"
         self.formats = [format_of(path, source.format) for path in files]
         self.format_given = source.format
@@ -145,6 +82,7 @@ class FileReader:
             inside = start if start and index == first else None
             read = {
                 "jsonl": self._jsonl,
+                "json": self._json,
                 "lines": self._lines,
                 "text": self._text,
                 "parquet": self._parquet,
@@ -167,25 +105,25 @@ class FileReader:
     def _raw_lines(
         self, index: int, start: dict | None
     ) -> Iterator[tuple[bytes | Item, int, dict]]:
-        """(line, its number, where the next one starts) of a plain or gzip file."""
+        """(line, its number, where the next one starts) of a plain or compressed file."""
         path = self.files[index]
         number = start["line"] if start else 0
         offset = start["offset"] if start else 0
         after = {"file": index + 1, "line": 0, "offset": 0}
-        packed = path.suffix.lower() == ".gz"
         try:
-            with gzip.open(path, "rb") if packed else open(path, "rb") as file:
-                # A gzip file has no shortcut: this decompresses up to the offset.
-                file.seek(offset)
+            with _open(path, offset) as file:
                 for line in file:
                     number += 1
                     offset += len(line)
                     if number == 1:
                         line = line.removeprefix(b"\xef\xbb\xbf")
                     yield line, number, {"file": index, "line": number, "offset": offset}
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except (EOFError, zlib.error, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # of the disk, not of what is in the file
+                raise
+            kind = "zstd" if path.suffix.lower() == ".zst" else "gzip"
             detail = f"{path}:{number + 1}: {error}"
-            yield Item(None, 0, after, "truncated or damaged gzip", detail), number, after
+            yield Item(None, 0, after, f"truncated or damaged {kind}", detail), number, after
 
     def _jsonl(self, index: int, start: dict | None) -> Iterator[Item]:
         path = self.files[index]
@@ -194,6 +132,32 @@ class FileReader:
                 yield line
             elif line.strip():
                 yield _parse_object(line, self.text_field, f"{path}:{number}", position)
+
+    def _json(self, index: int, start: dict | None) -> Iterator[Item]:
+        """An array of objects; or an object a line, which is often named so too."""
+        path = self.files[index]
+        if start is None or "element" not in start:
+            first = next((line for line, _, _ in self._raw_lines(index, None)), b"")
+            if isinstance(first, Item) or not first.lstrip().startswith(b"["):
+                yield from self._jsonl(index, start)
+                return
+        lines = [line for line, _, _ in self._raw_lines(index, None)]
+        after = {"file": index + 1, "line": 0, "offset": 0}
+        if isinstance(lines[-1], Item):
+            yield lines[-1]
+            return
+        try:
+            rows = json.loads(b"".join(lines).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            yield Item(None, 0, after, "invalid UTF-8", f"{path}: {_line(error)}")
+            return
+        except (ValueError, RecursionError) as error:
+            yield Item(None, 0, after, "malformed JSON", f"{path}: {_line(error)}")
+            return
+        for number in range((start or {}).get("element", 0), len(rows)):
+            position = {"file": index, "element": number + 1}
+            place = f"{path}, element {number + 1}"
+            yield _check_object(rows[number], self.text_field, place, position)
 
     def _lines(self, index: int, start: dict | None) -> Iterator[Item]:
         path = self.files[index]
@@ -246,6 +210,24 @@ class FileReader:
                         yield _check_cell(value, place, position)
 
 
+@contextlib.contextmanager
+def _open(path: Path, offset: int) -> Iterator[BinaryIO]:
+    """What a file holds, unpacked, from byte `offset` on."""
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
+        import pyarrow
+
+        with pyarrow.input_stream(str(path), compression="zstd") as packed:
+            file = io.BufferedReader(packed)
+            while offset > 0 and (passed := file.read(min(offset, 1 << 20))):
+                offset -= len(passed)
+            yield file
+    else:
+        with gzip.open(path, "rb") if suffix == ".gz" else open(path, "rb") as file:
+            file.seek(offset)  # a gzip file has no shortcut: this decompresses up to there
+            yield file
+
+
 def _decode(line: bytes, place: str, position: dict) -> Item:
     try:
         return Item(line.decode("utf-8"), len(line), position)
@@ -260,6 +242,10 @@ def _parse_object(line: bytes, field: str, place: str, position: dict) -> Item:
         return Item(None, 0, position, "invalid UTF-8", f"{place}: {_line(error)}")
     except (ValueError, RecursionError) as error:  # JSON's own, or a number of 4,300 digits
         return Item(None, 0, position, "malformed JSON", f"{place}: {_line(error)}")
+    return _check_object(row, field, place, position)
+
+
+def _check_object(row: Any, field: str, place: str, position: dict) -> Item:
     if not isinstance(row, dict):
         detail = f"{place}: a {type(row).__name__}, not an object"
         return Item(None, 0, position, "not an object", detail)
@@ -306,6 +292,7 @@ class HubReader:
     """
 
     total_bytes = None
+    told: Sequence[str] = ()
 
     def __init__(self, source: SourceConfig, key: str):
         self.source, self.key = source, key

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from training.data.config import BUNDLED, DataConfig, DataError, SourceConfig
+from training.data.files import find_files
 from training.data.lock import run_once
-from training.data.readers import FileReader, HubReader, find_files
+from training.data.readers import FileReader, HubReader
 from training.data.store import TokenStore, is_store
 from training.data.stream import AHEAD_BLOCKS, Feeder
 from training.data.tokenizer import BUNDLED_FOLDER, TRAIN_BYTES, TextTokenizer
@@ -41,7 +42,9 @@ def source_name(source: SourceConfig) -> str:
         return given.removeprefix(BUNDLED)
     path = Path(given)
     name = path.name if "*" not in path.name else path.parent.name
-    return _plain(re.sub(r"(\.(jsonl|ndjson|json|parquet|txt|text|md|gz))+$", "", name)) or "data"
+    return (
+        _plain(re.sub(r"(\.(jsonl|ndjson|json|parquet|txt|text|md|gz|zst))+$", "", name)) or "data"
+    )
 
 
 def _plain(name: str) -> str:
@@ -107,7 +110,8 @@ def make_reader(source: SourceConfig, key: str) -> FileReader | HubReader:
     source = resolve(source, key)
     if source.hub is not None:
         return HubReader(source, f"{key}.hub")
-    return FileReader(find_files(source, f"{key}.path"), source)
+    told: list[str] = []
+    return FileReader(find_files(source, f"{key}.path", told), source, told)
 
 
 def store_tokenizers(config: DataConfig) -> list[Path]:
@@ -149,13 +153,14 @@ def open_source(
     *,
     stream: bool,
     timeout_s: float,
-) -> tuple[TokenStore, Feeder | None]:
+) -> tuple[TokenStore, Feeder | None, Sequence[str]]:
     """The store of a source, tokenised now if it is not there yet.
 
     Any number of processes may call this at once; one writes, the others wait.
 
     Returns:
-        the store, and what feeds it when it is written in the background.
+        the store, what feeds it when it is written in the background, and lines about which files
+        of a folder it is made of.
 
     Raises:
         DataError: nothing to read, a bad line under `stop`, a store of another tokenizer …
@@ -174,7 +179,7 @@ def open_source(
                 f"{key}.path={str(folder)!r}: this store is not complete ({len(store.blocks)} "
                 "blocks); run scripts/prepare_data.py again with the same arguments to finish it"
             )
-        return store, None
+        return store, None, ()
     reader = make_reader(source, key)
     plan = make_plan(reader, tokenizer)
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
@@ -201,7 +206,7 @@ def open_source(
         }
         feeder = Feeder(folder, job, lambda: tokenizer.save(folder / "tokenizer"), timeout_s)
         refuse_bad_lines(folder, feeder.store.blocks, config.on_bad_line)
-        return feeder.store, feeder
+        return feeder.store, feeder, reader.told
     progress = folder / "blocks.jsonl"
     run_once(
         folder / ".lock",
@@ -220,7 +225,7 @@ def open_source(
     )
     store = TokenStore(folder)
     refuse_bad_lines(folder, store.blocks, config.on_bad_line)
-    return store, None
+    return store, None, reader.told
 
 
 def describe(name: str, store: TokenStore) -> str:

@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from training.data import DataError, SourceConfig
-from training.data.readers import FileReader, HubReader, find_files
+from training.data.files import find_files
+from training.data.readers import FileReader, HubReader
 from training.data.sources import make_reader, resolve
 
 BAD = [
@@ -37,11 +38,19 @@ def texts(source: FileReader | HubReader, start: dict | None = None) -> list[str
 
 def write(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":  # of two frames, as tools that compress in parallel write
+        half = len(data) // 2
+        data = b"".join(
+            pyarrow.compress(part, codec="zstd", asbytes=True)
+            for part in (data[:half], data[half:])
+        )
+    path.write_bytes(data)
     return path
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json"])
 def test_bad_lines_are_named_and_good_ones_kept(tmp_path: Path, suffix: str) -> None:
     """NVIDIA-NeMo/Automodel#1694, huggingface/datasets#5053."""
     lines: list[bytes] = []
@@ -137,9 +146,12 @@ def test_reading_goes_on_from_every_place(tmp_path: Path) -> None:
     write(folder / "d.jsonl", b"")
     parquet(folder / "e.parquet", ["e1", "e2", None, "e3"], rows=2)
     parquet(folder / "f.parquet", ["f1"])
+    write(folder / "g.jsonl.zst", b'{"text": "g1"}\n{"text": "g2"}\n')
+    write(folder / "h.json", b'[{"text": "h1"}, 5, {"text": "h2"}]')
+    write(folder / "i.json", b'{"text": "i1"}\n{"text": "i2"}\n')
     source = reader(folder)
     items = list(source.items())
-    assert len(items) == 11
+    assert len(items) == 18
     for index, item in enumerate(items):
         place = json.loads(json.dumps(source.snapshot(item.next)))
         assert list(reader(folder).items(place)) == items[index + 1 :], f"after item {index}"
@@ -166,8 +178,54 @@ def test_which_files(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             names(path)
     write(tmp_path / "empty/readme.rst", b"x")
-    with pytest.raises(DataError, match="none of the 1 files"):
+    with pytest.raises(DataError, match="none of the 1 files there"):
         names(f"{tmp_path}/empty")
+
+
+def test_c10_a_folder_says_what_is_taken_and_what_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    write(folder / "README.md", b"# about\n")
+    write(folder / "LICENSE.txt", b"as you like\n")
+    write(folder / "dataset_info.json", b"{}")
+    write(folder / "a.jsonl.gz", b'{"text": "a1"}\n{"text": "a2"}\n')
+    write(folder / "b.jsonl.zst", b'{"text": "b1"}\n{"text": "b2"}\n')
+    write(folder / "c.json", b'[\n {"text": "c1"},\n {"text": "c2"}\n]\n')
+    write(folder / "d.json", b'{"text": "d1"}\n')
+    write(folder / "inner/e.txt", b"e1")
+    write(folder / "inner/notes.md", b"n1")
+    write(folder / ".cache/f.jsonl", b"broken")
+    write(folder / "picture.png", b"png")
+    write(folder / "license-notes.jsonl", b'{"text": "l1"}\n')
+    parquet(folder / "p.parquet", ["p1"])
+    source = make_reader(SourceConfig(path=str(folder)), "data.sources[0]")
+    assert texts(source) == ["a1", "a2", "b1", "b2", "c1", "c2", "d1", "e1", "n1", "l1", "p1"]
+    (line,) = source.told
+    assert line == (
+        f"{folder}: 8 files taken: a.jsonl.gz, b.jsonl.zst, c.json, d.json, inner/e.txt, "
+        "inner/notes.md, license-notes.jsonl, p.parquet; left out: .cache/f.jsonl (hidden); "
+        "LICENSE.txt, README.md, dataset_info.json (about the data); picture.png (ending not known)"
+    )
+    # what is named by itself is taken, each once
+    paths = [str(folder / "README.md"), f"{folder}/*.json", str(folder / "c.json")]
+    source = make_reader(SourceConfig(path=paths), "data.sources[0]")
+    assert texts(source) == ["# about\n", "c1", "c2", "d1"]
+    assert source.told == [
+        f"{folder}/*.json: 2 files taken: {folder}/c.json, {folder}/d.json; left out: "
+        f"{folder}/dataset_info.json (about the data)",
+        f"listed more than once, and taken once: {folder}/c.json",
+    ]
+
+
+def test_c10_damaged_zst_and_json_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl.zst", b"".join(b'{"text": "%d"}\n' % i for i in range(9999)))
+    path.write_bytes(path.read_bytes()[:-20])
+    *good, bad = reader(path).items()
+    assert len(good) > 1000 and bad.problem == "truncated or damaged zstd"
+    path = write(tmp_path / "b.json", b'[{"text": "1"}, {"text": ')
+    (bad,) = reader(path).items()
+    assert bad.problem == "malformed JSON" and str(path) in bad.place
+    path = write(tmp_path / "c.json", b'[{"text": "1"}, 5, {"text": "2"}]')
+    assert [item.problem for item in reader(path).items()] == [None, "not an object", None]
 
 
 def test_a_changed_file_is_another_identity(tmp_path: Path) -> None:

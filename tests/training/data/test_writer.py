@@ -25,8 +25,9 @@ from tests.training.data.helpers import (
     write_tokenizer,
 )
 from training.data import DataError, SourceConfig, TokenStore
+from training.data.files import find_files
 from training.data.lock import run_once, try_lock
-from training.data.readers import FileReader, HubReader, find_files
+from training.data.readers import FileReader, HubReader
 from training.data.tokenizer import read_tokenizer
 from training.data.writer import block_bytes_for, write_store
 
