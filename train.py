@@ -102,6 +102,7 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
         saver,
         steps,
         progress,
+        began=progress.step,
     )
     if run.checkpoint is None and config.router.calibrate_bias:
         calibrate(job)

@@ -14,6 +14,7 @@ huggingface/nanotron#188).
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -393,7 +394,13 @@ def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
         places = [path / place / "config.json" for place in _PLACES]
         path = next((place for place in places if place.is_file()), places[0])
     if not path.is_file():
-        raise UserError(f"there is no file {path}")
+        hub = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not Path(source).exists():
+            hub = (
+                "; if that is a name on the Hugging Face hub, download it first: "
+                f"hf download {source} --local-dir FOLDER, and give FOLDER"
+            )
+        raise UserError(f"there is no file {path}{hub}")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -59,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = DTYPES[options.dtype or ("bfloat16" if device == "cuda" else "float32")]
     try:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device=cuda, but PyTorch sees no CUDA device; allowed here: cpu")
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.max_new_tokens < 1:
             raise ValueError(f"--max-new-tokens={options.max_new_tokens} must be at least 1")
@@ -72,6 +74,16 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, CheckpointError) as error:
         fail(error)
     ends = model.config.eos_token_ids or (tokenizer.eos_id,)
+    last, limit = (
+        max(map(len, prompts)) + options.max_new_tokens,
+        model.config.max_position_embeddings,
+    )
+    if last > limit:
+        print(
+            f"note: --max-new-tokens={options.max_new_tokens} may reach position {last}; the model "
+            f"is made for {limit} (max_position_embeddings), text beyond that gets worse",
+            file=sys.stderr,
+        )
     steps = generate(
         model, prompts, sampling, max_new_tokens=options.max_new_tokens, eos_token_ids=ends
     )

@@ -156,17 +156,18 @@ def _describe(error: BaseException, folder: Path) -> str:
     text = str(error)
     if isinstance(seen, OSError):
         error, text = seen, seen.strerror or str(seen)
+    earlier = [path for path in candidates(folder.parent) if defect(path) is None]
+    untouched = "; earlier checkpoints are untouched" if earlier else ""
     full = isinstance(error, OSError) and error.errno in DISK_FULL
     if full or "No space left" in text or "file write failed" in text or "enforce fail" in text:
+        remedy = "lower checkpoint.keep_last" if earlier else "name another disk as run.dir"
         return (
             f"no space to write checkpoint {folder.name} in {folder.parent}{where}: "
-            f"{text.splitlines()[0]}; earlier checkpoints are untouched. Free some space or lower "
-            f"checkpoint.keep_last"
+            f"{text.splitlines()[0]}{untouched}. Free some space or {remedy}"
         )
     return (
         f"checkpoint {folder.name} could not be written in {folder.parent}{where}: "
-        f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}; earlier "
-        f"checkpoints are untouched"
+        f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}{untouched}"
     )
 
 
@@ -500,8 +501,8 @@ def resolve(path: str | Path) -> Path:
             return folder
     if not path.exists():
         runs = [p for p in sorted(path.parent.glob("*")) if (p / "checkpoints").is_dir()]
-        others = [folder.name for folder in [*candidates(path.parent), *runs][:10]]
-        hint = f"; there are {', '.join(others)}" if others else ""
+        others = [repr(folder.name) for folder in [*candidates(path.parent), *runs][:10]]
+        hint = f"; {path.parent} holds {', '.join(others)}" if others else ""
         raise CheckpointError(f"checkpoint {path} does not exist{hint}")
     folder = path.resolve()
     if not (folder / MANIFEST).exists() and not folder.name.startswith("step_"):

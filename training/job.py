@@ -54,6 +54,8 @@ class Job:
     """Step of the last line of load.jsonl; -1: none in this attempt."""
     pictured_at: int = 0
     """Step of the last pictures that went to Weights & Biases."""
+    began: int = 0
+    """Steps that were finished when this attempt began."""
     plotted_at: float = float("-inf")
     """When plots were last drawn, in monotonic seconds."""
 

@@ -258,7 +258,7 @@ class RunLog:
             self._events = _Appender(folder / EVENTS, self.warn)
             self._load = _Appender(folder / LOAD, self.warn)
             if wandb is not None:
-                self._wandb = WandbThread(wandb, self.warn)
+                self._wandb = WandbThread(wandb, self.say, self.warn)
 
     def say(self, text: str, style: str = "") -> None:
         """One line on the screen; colours only on a terminal."""
@@ -294,14 +294,20 @@ class RunLog:
             self.say(f"  {text}".rstrip())
 
     def event(
-        self, kind: str, text: str | None = None, style: str = "yellow", **fields: Any
+        self,
+        kind: str,
+        text: str | None = None,
+        style: str = "yellow",
+        *,
+        told: bool = True,
+        **fields: Any,
     ) -> None:
-        """A line in events.jsonl and, with `text`, on the screen."""
+        """A line in events.jsonl and, with `text` and unless `told` is false, on the screen."""
         if not self.active:
             return
         line = {"event": kind, "attempt": self.attempt, "time": time.time(), **fields}
         self._events.write(line | ({"text": text} if text else {}))
-        if text:
+        if text and told:
             self.say(text, style)
 
     def metrics(self, values: dict[str, Any]) -> None:
@@ -351,8 +357,14 @@ class WandbThread:
     QUEUE = 10_000
     FINISH_S = 30.0
 
-    def __init__(self, settings: dict[str, Any], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
         self._settings = settings
+        self._say = say
         self._warn = warn
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(self.QUEUE)
         self._dropped = 0
@@ -385,6 +397,10 @@ class WandbThread:
             import wandb
 
             run = wandb.init(**self._settings)
+            if self._settings.get("mode") == "offline":
+                self._say(f"Weights & Biases: offline; wandb sync {run.settings.sync_dir} sends it")
+            else:
+                self._say(f"Weights & Biases: {run.url}")
             # Our own step axis: the built-in one refuses to go back.
             run.define_metric("*", step_metric="step")
             while (values := self._queue.get()) is not None:

@@ -75,6 +75,8 @@ def figures(
         _draw(axes, loss, color=BLUE, label="training")
         if val.steps:
             axes.plot(val.steps, val.values, "o-", color=ORANGE, markersize=3, label="validation")
+        for name, series in record.sources("val_loss").items():
+            axes.plot(series.steps, series.values, ":", linewidth=1.2, label=f"validation, {name}")
         if unigram_entropy is not None:
             axes.axhline(unigram_entropy, color=GREY, linestyle="--", label="unigram entropy")
         axes.legend(fontsize=8, frameon=False)

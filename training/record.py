@@ -31,6 +31,9 @@ from training.schedule import warmup_steps
 
 Level = Literal["problem", "warning", "note"]
 
+SOURCES_SHOWN = 8
+"""Sources of text that have a curve of their own."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -91,6 +94,15 @@ class Record:
         numbers = sorted({int(parts[1]) for parts in wanted if parts[2:] == [name]})
         return {number: self.series(f"layers/{number}/{name}") for number in numbers}
 
+    def sources(self, name: str) -> dict[str, Series]:
+        """A metric of each source of text, where there are several; at most `SOURCES_SHOWN`."""
+        each = sorted(
+            n.partition("/")[2]
+            for n in self.names
+            if n.startswith(f"{name}/") and not n.endswith("_current_k")
+        )
+        return {source: self.series(f"{name}/{source}") for source in each[:SOURCES_SHOWN]}
+
     def setting(self, place: str, default: Any = None) -> Any:
         """A value of the resolved config by section.key."""
         value: Any = self.config
@@ -129,8 +141,8 @@ def read_run(folder: str | Path) -> Record:
             raise UserError(f"{folder} is a checkpoint outside a run; give a run folder")
         folder = folder.absolute().parents[1]
     if not folder.is_dir():
-        near = sorted(p.name for p in folder.parent.glob("*") if holds_run(p))
-        beside = f"; there: {', '.join(near[:10])}" if near else ""
+        near = sorted(repr(p.name) for p in folder.parent.glob("*") if holds_run(p))
+        beside = f"; {folder.parent} holds {', '.join(near[:10])}" if near else ""
         raise UserError(f"run folder {folder} does not exist{beside}")
     file = folder / "config.yaml"
     if not holds_run(folder):

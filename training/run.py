@@ -15,6 +15,7 @@ import fcntl
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -193,13 +194,21 @@ def _take(folder: Path, resume: str) -> str | None:
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         return f"run folder {folder} cannot be written ({error.strerror}); see run.dir, run.name"
-    deadline = time.monotonic() + LOCK_WAIT_S
+    deadline, told = time.monotonic() + LOCK_WAIT_S, False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 if time.monotonic() < deadline:
+                    if not told:
+                        told = True
+                        print(
+                            f"another process uses {folder}; waiting up to {LOCK_WAIT_S:.0f} s, in "
+                            "case it is one that has just been ended",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                     time.sleep(0.1)
                     continue
                 os.close(descriptor)

@@ -90,6 +90,8 @@ def wandb_settings(config: Config, run: Run) -> dict[str, Any] | None:
         "group": run.folder.name,
         "name": f"{run.folder.name}-{run.attempt}",
         "config": config.to_dict(),
+        # its summary of every metric would push what the run says at its end off the screen
+        "settings": {"silent": True},
     }
 
 
@@ -331,9 +333,14 @@ def empty_step(job: Job) -> None:
 def evaluated(job: Job, metrics: dict[str, float], sample: str | None) -> None:
     """The validation's numbers and the sample."""
     if "val_loss" in metrics:
+        each = [
+            f"{name} {metrics[f'val_loss/{name}']:.4f}"
+            for name in job.data.validation_names
+            if f"val_loss/{name}" in metrics
+        ]
         job.log.say(
             f"validation at step {job.progress.step}: loss {metrics['val_loss']:.4f}, perplexity "
-            f"{metrics['val_perplexity']:.4g}",
+            f"{metrics['val_perplexity']:.4g}{'; loss of ' * bool(each)}{', '.join(each)}",
             "cyan",
         )
     if sample is not None:
@@ -358,12 +365,26 @@ def saves(job: Job, final: bool = False) -> None:
             size = human_bytes(saved.bytes)
             job.log.say(f"saved {saved.folder} ({size} in {human_time(saved.seconds)})", "dim")
             continue
-        job.log.event("checkpoint_failed", str(saved.error), style="bold red", step=saved.step)
+        # what ends the run is told by the error that does
+        ends = isinstance(saved.error, NonFiniteWeights) or (
+            final and saved.error is job.saver.last_error
+        )
+        job.log.event(
+            "checkpoint_failed",
+            str(saved.error),
+            style="bold red",
+            told=not ends,
+            step=saved.step,
+        )
         if isinstance(saved.error, NonFiniteWeights):
-            raise RunFailed(f"{saved.error}. The same command goes on from the last one")
-    if final and job.saver.last_error is not None:  # perhaps told of in the loop already
-        error = job.saver.last_error
-        raise RunFailed(f"the last checkpoint could not be saved: {error}") from error
+            raise RunFailed(f"{saved.error}. The same command resumes from the last one")
+        if ends:
+            raise RunFailed(f"the last checkpoint could not be saved: {saved.error}") from saved.error
+    if final and job.saver.last_error is not None:
+        raise RunFailed(
+            f"the last checkpoint could not be saved (step {job.saver.last_step}), as told above; "
+            "once the cause is gone, the same command makes it"
+        ) from job.saver.last_error
 
 
 # --- the end ------------------------------------------------------------------------------------
@@ -413,6 +434,12 @@ def end(job: Job, stopped: bool) -> None:
         plots(job)
     if stopped:
         text = f"stopped on request after step {step}; the same command goes on from there"
+    elif job.began == step:
+        text = (
+            f"nothing to do: this run was finished already, with all its {step} steps; raise "
+            f"{'train.steps' if job.config.train.steps else 'train.epochs'} to train on, or give "
+            "another run.name to start anew"
+        )
     else:
         text = f"done: {step} steps, {human_count(job.progress.tokens)} tokens"
     job.log.event("stopped" if stopped else "done", text, style="bold green", step=step)

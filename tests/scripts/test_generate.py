@@ -63,7 +63,10 @@ def test_begin_token_as_in_training(script, trained) -> None:
 def test_mistakes_are_one_line_and_exit_2(script, trained, tmp_path, capsys) -> None:
     for arguments, match in [
         ([str(tmp_path / "nowhere")], "does not exist"),
-        ([str(trained.parent / "nope")], f"does not exist; there are {trained.name}"),
+        (
+            [str(trained.parent / "nope")],
+            f"does not exist; {trained.parent} holds '{trained.name}'",
+        ),
         ([str(trained), "--top-k", "0"], "top_k=0"),
         ([str(trained), "--max-new-tokens", "0"], "must be at least 1"),
         ([str(trained), "--temperature", "0", "--top-p", "0.5"], "temperature=0"),

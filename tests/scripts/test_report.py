@@ -132,7 +132,7 @@ def test_command_writes_the_file_and_tells(report, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         report.main([str(tmp_path / "nothing")])
     assert caught.value.code == 2
-    assert "does not exist; there: " in capsys.readouterr().err
+    assert "does not exist; " in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         report.main([str(folder), "--out", str(tmp_path / "here.html" / "x")])
     assert caught.value.code == 2

@@ -187,6 +187,8 @@ def test_human_units():
 
 
 class FakeRun:
+    url = "https://wandb.test/p"
+
     def __init__(self, gate: threading.Event | None = None) -> None:
         self.lines, self.finished, self.gate, self.axis = [], False, gate, None
 
@@ -204,13 +206,14 @@ class FakeRun:
 
 def test_wandb_gets_every_line_on_its_own_step_axis(monkeypatch):
     """With the tracker's own step, points of a repeated stretch would be dropped."""
-    run, given = FakeRun(), {}
+    run, given, said = FakeRun(), {}, []
     fake = types.SimpleNamespace(init=lambda **settings: given.update(settings) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    thread = WandbThread({"project": "p"}, warn=pytest.fail)
+    thread = WandbThread({"project": "p"}, say=said.append, warn=pytest.fail)
     for step in (1, 2, 12, 10, 11):
         thread.put({"step": step})
     thread.finish()
+    assert said == ["Weights & Biases: https://wandb.test/p"]
     assert given == {"project": "p"} and run.axis == ("*", "step") and run.finished
     assert [line["step"] for line in run.lines] == [1, 2, 12, 10, 11]
 
@@ -221,7 +224,7 @@ def test_wandb_that_is_too_slow_loses_lines_and_not_time(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
     monkeypatch.setattr(WandbThread, "QUEUE", 5)
     monkeypatch.setattr(WandbThread, "FINISH_S", 0.2)
-    thread = WandbThread({}, warn=warnings.append)
+    thread = WandbThread({}, say=[].append, warn=warnings.append)
     for step in range(50):
         thread.put({"step": step})
     thread.finish()

@@ -145,7 +145,7 @@ def test_the_quickstart_ends_with_a_command_that_trains_on_ones_own_text(
     text = Path("my_text.txt")
     text.write_text("Too short.")
     assert train.main([*words, "train.steps=2"]) == 2
-    assert "data.sources[0] (my_text) is too small" in capsys.readouterr().err
+    assert "data.sources[0] (my_text: my_text.txt) is too small" in capsys.readouterr().err
     text.write_text("\n".join(documents(200)))
     for steps in (2, 4):
         assert train.main([*words, f"train.steps={steps}"]) == 0

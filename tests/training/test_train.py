@@ -513,12 +513,18 @@ def test_a_failed_save_is_told_and_the_run_goes_on(run, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("background", ["true", "false"])  # false: it has failed before the end
-def test_a_run_that_cannot_save_its_end_fails(run, tmp_path, capsys, background):
-    (tmp_path / "runs/blocked").mkdir(parents=True)
+def test_e16_a_run_that_cannot_save_its_end_fails(run, tmp_path, capsys, background):
+    folder = tmp_path / "runs/blocked"
+    folder.mkdir(parents=True)
     (tmp_path / "runs/blocked/checkpoints").write_text("in the way")
     assert run("run.name=blocked", f"checkpoint.async_save={background}") == 1
-    error = capsys.readouterr().err
-    assert "the last checkpoint could not be saved" in error and error.count("\n") == 1
+    printed = capsys.readouterr()
+    assert "the last checkpoint could not be saved" in printed.err
+    assert printed.err.count("\n") == 1
+    why = "checkpoint step_00000012 could not be written"
+    assert (printed.out + printed.err).count(why) == 1, "told once"
+    assert "earlier checkpoints" not in printed.err, "there are none"
+    assert any(why in event["text"] for event in events(folder, "checkpoint_failed"))
     assert len(read_metrics(tmp_path / "runs/blocked")) == STEPS, "but it trained to the end"
 
 
@@ -584,5 +590,5 @@ def test_epochs(run, tmp_path, capsys):
     state = read_state((tmp_path / "runs/epochs/checkpoints/latest").resolve())
     (source,) = state["data"]["sources"].values()
     assert source["epoch"] == 1, "in the second epoch"
-    assert run("run.name=short", *arguments, "optim.warmup_steps=1000") == 2
-    assert "steps that train.epochs=1.5 makes here" in capsys.readouterr().err
+    assert run("run.name=short", *arguments, "optim.warmup_steps=1000") == 0
+    assert "optim.warmup_steps=1000 is not below their number" in capsys.readouterr().out

@@ -154,12 +154,18 @@ class TrainData:
         rows = [source.order.rows() for source in self.sources]
         return None if None in rows else sum(rows)
 
+    @property
+    def validation_names(self) -> list[str]:
+        """Names of the validation sources."""
+        return [source.name for source in self.validation_sources]
+
     def describe(self) -> list[str]:
         """Lines about each source: which files of a folder it is made of and which not; documents,
-        tokens, and what was left out and why."""
+        tokens, of several its share of the rows, and what was left out and why."""
         lines: list[str] = []
-        for source in self.sources:
-            lines += [*source.told, describe(source.name, source.order.store)]
+        for source, weight in zip(self.sources, self.weights):
+            share = f"; {weight / sum(self.weights):.1%} of the rows" * (len(self.sources) > 1)
+            lines += [*source.told, describe(source.name, source.order.store) + share]
         return lines + [line for source in self.validation_sources for line in source.told]
 
     # --- training -------------------------------------------------------------------------------
@@ -265,24 +271,28 @@ class TrainData:
         Raises:
             DataError: the rows would not be the same: other text, tokenizer, seed, seq_len …
         """
+        remedy = (
+            "rows would be repeated or lost. Set it back, or train on in a new run that begins "
+            "with these weights: run.name=NEW model.init_from=FOLDER_OF_THIS_RUN"
+        )
         if state.get("version") != 1:
             raise DataError(f"the data state has version {state.get('version')}, not 1")
         for key, value in self._order_key().items():
             if state["order"].get(key) != value:
                 raise DataError(
                     f"data.{key}={value!r}, but the checkpoint was made with "
-                    f"{state['order'].get(key)!r}; rows would be repeated or lost"
+                    f"{state['order'].get(key)!r}; {remedy}"
                 )
         if list(state["sources"]) != self.source_names:
             raise DataError(
                 f"data.sources are {', '.join(self.source_names)}, but the checkpoint was made "
-                f"with {', '.join(state['sources'])}; rows would be repeated or lost"
+                f"with {', '.join(state['sources'])}; {remedy}"
             )
         for source in self.sources:
             if state["sources"][source.name]["content"] != source.content:
                 raise DataError(
                     f"the text of data source {source.name!r} is not the one that the checkpoint "
-                    "was made with; rows would be repeated or lost"
+                    f"was made with (grown or changed); {remedy}"
                 )
         places = state["sources"].values()
         self._cursor.load_state_dict(
@@ -432,7 +442,7 @@ def build_data(
             feeder.wait_for(lambda order=order: order.has(0, 0))
         source = Source(name, order, feeder, told)
         sources.append(source)
-        _check_enough(source, key)
+        _check_enough(source, key, str(given.path or given.hub))
         if config.validation_fraction:
             part = Order(
                 store, cut, seed=_VALIDATION_SEED, held=held, streamed=streamed, validation=True
@@ -448,7 +458,7 @@ def build_data(
         order = Order(store, cut, seed=_VALIDATION_SEED, held=HeldOut(store, 0.0, False))
         source = Source(name, order, told=told)
         validation.append(source)
-        _check_enough(source, key)
+        _check_enough(source, key, str(given.path or given.hub))
     for source in (*sources, *validation):
         if source.order.store.skipped() and not source.order.validation:
             logger.warning("%s", describe(source.name, source.order.store))
@@ -457,7 +467,7 @@ def build_data(
     return TrainData(config, tokenizer, sources, integer_weights(weights), validation, cut, seed)
 
 
-def _check_enough(source: Source, key: str) -> None:
+def _check_enough(source: Source, key: str, place: str) -> None:
     """Refuse a source that cannot fill a row (or, without packing, has no document at all)."""
     order, store = source.order, source.order.store
     need = order.cut.seq_len if order.cut.packing else 1
@@ -467,8 +477,10 @@ def _check_enough(source: Source, key: str) -> None:
     skipped = sum(store.skipped().values())
     left_out = f" ({skipped} lines or documents left out)" if skipped else ""
     examples = [example for block in store.blocks for example in block.examples][:1]
+    if not store.documents and not skipped:
+        raise DataError(f"{key} ({source.name}): {place} holds no text")
     raise DataError(
-        f"{key} ({source.name}) is too small: {order.units()} {unit} in {store.documents} documents"
+        f"{key} ({source.name}: {place}) is too small: {order.units()} {unit} in {store.documents} documents"
         f"{left_out}, and data.seq_len={order.cut.seq_len} needs at least {need}"
         + "".join(f"; the first left out: {example}" for example in examples)
     )

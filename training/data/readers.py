@@ -22,6 +22,7 @@ from training.data.files import format_of
 from training.data.hub import quiet_hub
 
 _PARQUET_ROWS = 1024
+_NO_FIELD = "no text field"
 
 
 class Item(NamedTuple):
@@ -40,9 +41,9 @@ class Item(NamedTuple):
     def check(self, on_bad_line: str) -> None:
         """Raise DataError if something was wrong, unless that shall be skipped."""
         if self.problem is not None and on_bad_line == "stop":
-            raise DataError(
-                f"{self.problem} at {self.place} (data.on_bad_line=skip leaves such lines out)"
-            )
+            # A field by another name is missing everywhere: leaving such lines out leaves nothing.
+            skip = " (data.on_bad_line=skip leaves such lines out)"
+            raise DataError(f"{self.problem} at {self.place}{skip * (self.problem != _NO_FIELD)}")
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -168,14 +169,16 @@ class FileReader:
                 yield _decode(line.rstrip(b"\r\n"), f"{path}:{number}", position)
 
     def _text(self, index: int, start: dict | None) -> Iterator[Item]:
-        parts = []
+        parts, item_file = [], str(self.files[index])
         after = {"file": index + 1, "line": 0, "offset": 0}
         for line, _, _ in self._raw_lines(index, None):
             if isinstance(line, Item):
                 yield line
                 return
             parts.append(line)
-        yield _decode(b"".join(parts), str(self.files[index]), after)
+        item = _decode(b"".join(parts), item_file, after)
+        # a whole file that holds nothing is told by its name
+        yield item if item.text is None or item.text.strip() else item._replace(place=item_file)
 
     def _parquet(self, index: int, start: dict | None) -> Iterator[Item]:
         import pyarrow
@@ -255,8 +258,15 @@ def _check_object(row: Any, field: str, place: str, position: dict) -> Item:
 def check_row(row: dict, field: str, place: str, position: dict) -> Item:
     """The item of one object: its text, or what is wrong with it."""
     if field not in row:
-        detail = f"{place}: no field {field!r}; it has {', '.join(map(str, list(row)[:10]))}"
-        return Item(None, 0, position, "no text field", detail)
+        names = ", ".join(map(str, list(row)[:10]))
+        likely = max(
+            (name for name, value in row.items() if isinstance(value, str)),
+            key=lambda name: len(row[name]),
+            default=None,
+        )
+        remedy = f"; give the source text_field: {likely}" if likely else ""
+        detail = f"{place}: no field {field!r}; it has {names or 'none'}{remedy}"
+        return Item(None, 0, position, _NO_FIELD, detail)
     text = row[field]
     if not isinstance(text, str):
         detail = f"{place}: field {field!r} is {type(text).__name__}, not a string"

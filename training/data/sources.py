@@ -127,11 +127,19 @@ def sample_texts(config: DataConfig) -> Iterator[str]:
         reader = make_reader(source, key)
         budget = TRAIN_BYTES // len(config.sources)
         if isinstance(reader, HubReader) or reader.total_bytes <= budget:
-            yield from _head(reader, budget, config.on_bad_line)
-            continue
-        for file in reader.files:
-            part = budget * file.stat().st_size // reader.total_bytes
-            yield from _head(FileReader([file], source), part, config.on_bad_line)
+            parts = [(reader, budget)]
+        else:
+            parts = [
+                (FileReader([file], source), budget * file.stat().st_size // reader.total_bytes)
+                for file in reader.files
+            ]
+        found = False
+        for part, most in parts:
+            for text in _head(part, most, config.on_bad_line):
+                found = found or bool(text.strip())
+                yield text
+        if not found:
+            raise DataError(f"{key}: {source.path or source.hub} holds no text")
 
 
 def _head(reader: FileReader | HubReader, budget: int, on_bad_line: str) -> Iterator[str]:

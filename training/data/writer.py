@@ -32,6 +32,8 @@ from training.data.tokenizer import TextTokenizer
 
 Reader = FileReader | HubReader
 
+EMPTY = "empty"
+"""Kind of a document without a character: left out, and no bad line."""
 _MAX_ITEMS = 200_000
 _MAX_EXAMPLES = 5
 _INLINE_BYTES = 3_000_000
@@ -87,7 +89,7 @@ class _Pending:
         if item.problem is not None:
             self._skip(item.problem, item.place)
         elif not item.text.strip():
-            self._skip("empty", "")
+            self._skip(EMPTY, item.place)
         else:
             self.texts.append(item.text)
             self.text_bytes += item.size
@@ -253,6 +255,8 @@ def refuse_bad_lines(folder: Path, blocks: list[Block], on_bad_line: str) -> Non
         return
     for block in blocks:
         for example in block.examples:
+            if example.startswith(f"{EMPTY}: "):
+                continue
             raise DataError(
                 f"{example} (left out of {folder}, which was made with on_bad_line=skip; "
                 "data.on_bad_line=skip accepts that)"

@@ -350,7 +350,7 @@ def test_validation_does_not_move_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ([], r"too small: 0 tokens in 0 documents, and data\.seq_len=16 needs at least 16"),
+        ([], r"data\.sources\[0\] \(data\): .*data\.jsonl holds no text"),
         (["1 2 3 4 5 6 7 8 9"], r"too small: 10 tokens in 1 documents"),
         (["", " ", "\n"], r"too small: 0 tokens in 0 documents \(3 lines or documents left out\)"),
     ],
@@ -363,7 +363,9 @@ def test_too_little_text_is_refused_with_counts(tmp_path: Path, texts: list, mes
 
 def test_files_of_no_bytes_and_no_files(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").touch()
-    with pytest.raises(DataError, match=r"data\.sources\[0\] \(data\) is too small: 0 rows"):
+    with pytest.raises(
+        DataError, match=r"data\.sources\[0\] \(data\): .*data\.jsonl holds no text"
+    ):
         make_data(tmp_path, [], seq_len=4, packing=False)
     config = DataConfig(sources=[SourceConfig(path=str(tmp_path / "none/*.jsonl"))])
     with pytest.raises(DataError, match="no such file"):

@@ -239,6 +239,6 @@ def test_no_text_to_train_on(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("")
     config = DataConfig(sources=[SourceConfig(path=str(path))])
-    with pytest.raises(DataError, match="no text to train a tokenizer on"):
+    with pytest.raises(DataError, match=r"data\.sources\[0\]: .*a\.jsonl holds no text"):
         load_tokenizer(config, tmp_path / "tokenizer")
     assert not (tmp_path / "tokenizer").exists()
