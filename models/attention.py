@@ -166,13 +166,19 @@ def packed_attention(
     by kind of device, so neither costs a copy. N may change from call to call without recompiling.
     """
     q_THC, k_TGC, v_TGC = (part.flatten(0, 1) for part in (q_BLHC, k_BLGC, v_BLGC))
-    width = q_BLHC.shape[-1]
-    narrow = q_BLHC.dtype in (torch.bfloat16, torch.float16)
-    if on_gpu(q_BLHC.device) and narrow and width % 8 == 0 and width <= 256:
+    if packed_backend(q_BLHC.device, q_BLHC.dtype, q_BLHC.shape[-1]) == "flash":
         y_THC = _flash(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest=q_BLHC.shape[1])
     else:
         y_THC = torch.ops.tessera.document_attention(q_THC, k_TGC, v_TGC, lengths_N)
     return y_THC.view(q_BLHC.shape)
+
+
+def packed_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """What computes `packed_attention`: "flash" (PyTorch's variable-length flash attention), or
+    "sdpa" (its scaled_dot_product_attention, one document after the other)."""
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    fits = head_dim % 8 == 0 and head_dim <= 256
+    return "flash" if on_gpu(device) and narrow and fits else "sdpa"
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:

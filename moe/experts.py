@@ -289,20 +289,43 @@ def _apply(
                 f"main_grads of {name} must be contiguous with shape {tuple(weight.shape)}, "
                 f"got shape {tuple(main.shape)} and strides {main.stride()}"
             )
-    picked = pick_backend(backend, x, available=BACKENDS)
-    operands = (x, w1_EHD, w2_EDN, b1_EH, b2_ED, activation)
     if save == "fp8_h" and (reason := why_not_float8(x)) is not None:
         raise ValueError(f"save='fp8_h' cannot be: {reason}; use 'h' or 'x'")
-    if picked == "hopper":
-        hopper.require(*operands)
-    elif backend == "auto" and picked == "triton":
-        rows = (x if token_R is None else token_R).shape[0]
-        picked = "hopper" if hopper.prefers(*operands, rows) else picked
+    rows = (x if token_R is None else token_R).shape[0]
+    picked = picked_backend(backend, x, w1_EHD, w2_EDN, b1_EH, b2_ED, activation, rows)
     return _Experts.apply(
         x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
         slot_offsets_T1, slots_per_token, activation, save, picked, torch.is_grad_enabled(),
         main_w1, main_w2, output_sums,
     )  # fmt: skip
+
+
+def picked_backend(
+    backend: str,
+    x: Tensor,
+    w1_EHD: Tensor,
+    w2_EDN: Tensor,
+    b1_EH: Tensor | None,
+    b2_ED: Tensor | None,
+    activation: str,
+    rows: int,
+) -> str:
+    """The implementation that `experts` runs on such operands, of which none is read: "reference",
+    "triton" or "hopper".
+
+    Args:
+        rows: pairs of a token and one of its experts.
+
+    Raises:
+        ValueError: a backend asked for by name cannot run them.
+    """
+    picked = pick_backend(backend, x, available=BACKENDS)
+    operands = (x, w1_EHD, w2_EDN, b1_EH, b2_ED, activation)
+    if picked == "hopper":
+        hopper.require(*operands)
+    elif backend == "auto" and picked == "triton" and hopper.prefers(*operands, rows):
+        return "hopper"
+    return picked
 
 
 def autocast_as_linear(*tensors: Tensor | None) -> list[Tensor | None]:

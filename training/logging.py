@@ -331,12 +331,17 @@ class RunLog:
             pictures = {f"pictures/{name}": path for name, path in files.items()}
             self._wandb.put({"step": step, **pictures})
 
+    def finish_tracking(self) -> None:
+        """Send Weights & Biases what is pending, within a bounded time; it gets no more."""
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
     def close(self) -> None:
         """Write what is pending; waits a bounded time for Weights & Biases."""
         if not self.active:
             return
-        if self._wandb is not None:
-            self._wandb.finish()
+        self.finish_tracking()
         self._metrics.close()
         self._events.close()
         self._load.close()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from models.attention import packed_backend
 from models.loss import loss_backend
 from moe.control import routers_of
-from moe.experts import BACKENDS
+from moe.experts import picked_backend
 from moe.kernels._triton import pick_backend
 from training.checkpoint import NonFiniteWeights
 from training.config_surgery import start_experts
@@ -110,11 +111,8 @@ def start(job: Job) -> None:
         f"model: {human_count(total)} weights in matrix products, {human_count(active)} for each "
         f"token; {plan.dtype} on {processes}{', compiled' if plan.compile else ''}"
     )
-    probe = next(job.model.parameters())
-    experts = pick_backend(config.model.kernels, probe, available=BACKENDS)
-    if config.model.kernels == "spmm":
-        experts = f"products of sparse matrices ({experts})"
-    log.say(f"kernels: experts {experts}, loss {loss_backend(probe)}")
+    for line in what_runs(job):
+        log.say(line)
     optim = config.optim
     if "bfloat16" in (optim.weights, optim.moments):
         log.say(
@@ -147,8 +145,6 @@ def start(job: Job) -> None:
     if started is not None:
         slots = job.model.config.num_experts
         log.say(f"experts: {started} of {slots} slots in use at the start of the run")
-    if plan.engine is not None:
-        log.say(f"layout: {plan.mesh.describe()}; {plan.engine}")
 
     def placement(group: str) -> str:
         kind = {"experts": "expert", "router": "router"}.get(group.partition(" (")[0], "dense")
@@ -157,7 +153,7 @@ def start(job: Job) -> None:
     log.table("parameters", group_table(job.optimizer.groups, config.optim.lr, placement))
     step = job.progress.step
     text = f"attempt {run.attempt}: "
-    text += f"going on from {run.checkpoint}" if run.checkpoint else "starting"
+    text += f"resuming from {run.checkpoint}" if run.checkpoint else "starting"
     log.event(
         "start",
         f"{text}; {job.steps} steps of {human_count(plan.tokens_per_step)} tokens in {run.folder}",
@@ -168,6 +164,48 @@ def start(job: Job) -> None:
         checkpoint=str(run.checkpoint) if run.checkpoint else None,
         unigram_entropy=job.data.unigram_entropy() if log.active else None,
     )
+
+
+def what_runs(job: Job) -> Iterator[str]:
+    """A line each: tokenizer, kernels, attention, engine, as chosen for this run."""
+    tokenizer, plan = job.tokenizer, job.plan
+    name = job.config.data.tokenizer or "of the data"
+    yield f"tokenizer: {name}, {tokenizer.vocab_size:,} tokens, hash {tokenizer.hash[:12]}"
+    dtype = getattr(torch, plan.dtype)
+    loss = loss_backend(torch.empty(0, device=job.device, dtype=dtype))
+    experts = _experts_kernels(job, dtype)
+    yield f"kernels: {f'experts {experts}, ' if experts else ''}loss {loss}"
+    by = packed_backend(job.device, dtype, job.model.config.head_dim)
+    names = {"flash": "flash, of packed documents", "sdpa": "scaled_dot_product_attention"}
+    yield f"attention: {names[by]}"
+    if plan.engine is None:
+        yield "engine: none, one process"
+    else:
+        yield f"engine: {plan.engine}; layout: {plan.mesh.describe()}"
+
+
+def _experts_kernels(job: Job, dtype: torch.dtype) -> str | None:
+    """What computes the experts of the first layer that has some; None for a dense model."""
+    config, model = job.config, job.model.config
+    if not model.moe_layers:
+        return None
+    layer = model.moe_config(model.moe_layers[0])
+    one = torch.empty(1, device=job.device, dtype=dtype)
+    if layer.expert_widths is not None:
+        return pick_backend(config.model.kernels, one)
+    tokens = job.plan.micro_batch_size * config.data.seq_len
+    E, D, N = layer.num_experts, layer.hidden_size, layer.expert_size
+    picked = picked_backend(
+        config.model.kernels,
+        one.expand(tokens, D),
+        one.expand(E, 2 * N, D),
+        one.expand(E, D, N),
+        None,
+        None,
+        layer.activation,
+        tokens * layer.num_experts_per_tok,
+    )
+    return f"products of sparse matrices ({picked})" if config.model.kernels == "spmm" else picked
 
 
 # --- steps --------------------------------------------------------------------------------------
@@ -432,6 +470,7 @@ def end(job: Job, stopped: bool) -> None:
     folder, step = job.run.folder, job.progress.step
     if job.config.log.plots:
         plots(job)
+    job.log.finish_tracking()  # what it has to say must not stand below the last lines
     if stopped:
         text = f"stopped on request after step {step}; the same command goes on from there"
     elif job.began == step:

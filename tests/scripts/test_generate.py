@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from training.data.tokenizer import read_tokenizer
 
@@ -60,7 +61,19 @@ def test_begin_token_as_in_training(script, trained) -> None:
     assert module.encode(tokenizer, "the", True)[1:] == tokenizer.encode("the").tolist()
 
 
-def test_mistakes_are_one_line_and_exit_2(script, trained, tmp_path, capsys) -> None:
+def test_e14_text_past_the_models_positions_has_a_note(script, trained, capsys) -> None:
+    for tokens, noted in ((40, True), (4, False)):
+        arguments = [str(trained), "--prompt", "the", "--max-new-tokens", str(tokens)]
+        assert script("generate").main(arguments) == 0
+        assert (
+            "the model is made for 32 (max_position_embeddings)" in capsys.readouterr().err
+        ) == noted
+
+
+def test_e5_e18_mistakes_are_one_line_and_exit_2(
+    script, trained, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, match in [
         ([str(tmp_path / "nowhere")], "does not exist"),
         (
@@ -68,6 +81,7 @@ def test_mistakes_are_one_line_and_exit_2(script, trained, tmp_path, capsys) -> 
             f"does not exist; {trained.parent} holds '{trained.name}'",
         ),
         ([str(trained), "--top-k", "0"], "top_k=0"),
+        ([str(trained), "--device", "cuda"], "--device=cuda, but PyTorch sees no CUDA device"),
         ([str(trained), "--max-new-tokens", "0"], "must be at least 1"),
         ([str(trained), "--temperature", "0", "--top-p", "0.5"], "temperature=0"),
     ]:

@@ -383,7 +383,7 @@ def test_paths_a_user_may_give(tmp_path):
         assert resolve(path).name == "step_00000002", path
     assert resolve(root / "step_00000001").name == "step_00000001"
     with pytest.raises(
-        CheckpointError, match="exist; .*checkpoints holds 'step_00000002', 'step_0000"
+        CheckpointError, match=r"exist; .*checkpoints holds 'step_00000002', 'step_0000"
     ):
         resolve(root / "step_00000009")
     with pytest.raises(CheckpointError, match="is no checkpoint, nor a run or another folder that"):

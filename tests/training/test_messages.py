@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import re
 import runpy
@@ -11,11 +12,15 @@ from pathlib import Path
 import pytest
 
 import train
+from tests.training.tiny import documents
 from training.config import ConfigError, field_names, load_config
 from training.config_load import expand_home, read_words
 from training.config_routers import in_config_words, place_of
+from training.plots import figures
+from training.record import read_run
 from training.schedule import learning_rate, warmup_steps
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -246,6 +251,131 @@ def test_e10_an_example_config_asks_for_your_text(tmp_path, monkeypatch, capsys)
     assert train.main([str(ROOT / "configs/tessera_1b_a200m.yaml"), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "give your own text: data.sources='[{path: FILE_OR_FOLDER}]'" in line
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tiny_config, tmp_path, monkeypatch):
+    """run(*overrides) → exit code; runs lie in tmp_path/runs."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: train.main([str(tiny_config), "train.steps=2", *words])
+
+
+def test_e2_a_field_by_another_name_is_asked_for(run, tmp_path, capsys):
+    lines = [json.dumps({"id": f"{i}", "content": "the whale " * 9}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert run("data.sources=[{path: a.jsonl}]") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no field 'text'; it has id, content; give the source text_field: content" in line
+    assert "on_bad_line" not in line, "which would leave out every line"
+    assert run("data.sources=[{path: a.jsonl, text_field: content}]") == 0
+
+
+def test_e6_a_finished_run_says_so(run, tmp_path, capsys):
+    assert run("run.name=a") == 0
+    assert "done: 2 steps" in capsys.readouterr().out
+    assert run("run.name=a") == 0
+    out = capsys.readouterr().out
+    assert "nothing to do: this run was finished already, with all its 2 steps; raise train" in out
+    assert "done:" not in out
+    assert run("run.name=a", "train.steps=3") == 0
+    assert "done: 3 steps" in capsys.readouterr().out
+
+
+def test_e8_a_folder_in_use_is_told_at_once(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("training.run.LOCK_WAIT_S", 20.0)
+    (tmp_path / "runs/taken").mkdir(parents=True)
+    held = open(tmp_path / "runs/taken/.lock", "w")  # noqa: SIM115
+    fcntl.flock(held, fcntl.LOCK_EX)
+    told = []
+
+    def sleep(seconds):  # the first wait: what stands on the screen by now?
+        told.append(capsys.readouterr().err)
+        held.close()
+
+    monkeypatch.setattr("training.run.time.sleep", sleep)
+    assert run("run.name=taken") == 0
+    assert told[0].startswith("another process uses runs/taken; waiting up to 20 s")
+
+
+def test_e9_text_that_has_grown_is_refused_with_a_way_forward(run, tmp_path, capsys):
+    source = "data.sources=[{path: a.txt, format: lines, name: text}]"
+    text = tmp_path / "a.txt"
+    text.write_text("\n".join(documents(40)))
+    assert run("run.name=a", source) == 0
+    with text.open("a") as file:
+        file.write("\n" + "\n".join(documents(5, seed=3)))
+    capsys.readouterr()
+    assert run("run.name=a", source, "train.steps=4") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "(grown or changed)" in line
+    assert "run.name=NEW model.init_from=FOLDER_OF_THIS_RUN" in line
+    assert run("run.name=b", source, "train.steps=4", "model.init_from=runs/a") == 0
+
+
+def test_e9_a_hub_name_is_told_how_to_download(tiny_config):
+    assert "hf download Qwen/Qwen3-30B-A3B --local-dir FOLDER" in told(
+        tiny_config, "model.init_from=Qwen/Qwen3-30B-A3B"
+    )
+    assert "hf download" not in told(tiny_config, "model.init_from=runs/a/b")
+
+
+def test_e11_weights_and_biases_leaves_the_end_of_the_run_on_the_screen(run, capfd):
+    assert run("run.name=a", "log.wandb=offline") == 0
+    printed = capfd.readouterr()
+    assert "wandb:" not in printed.out + printed.err
+    assert re.search(
+        r"Weights & Biases: offline; wandb sync \S+/offline-run-\S+ sends", printed.out
+    )
+    assert "  next " in printed.out.splitlines()[-1]
+
+
+def test_e12_each_source_has_its_numbers(run, tmp_path, capsys):
+    for name, seed in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.txt").write_text("\n".join(documents(40, seed=seed)))
+    sources = "[{path: a.txt, format: lines, weight: 3}, {path: b.txt, format: lines, weight: 1}]"
+    held = "[{path: a.txt, format: lines}, {path: b.txt, format: lines}]"
+    assert run("run.name=a", f"data.sources={sources}", f"data.validation_sources={held}") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"data: a: .*; 75\.0% of the rows\n", out)
+    assert re.search(r"validation at step 2: loss .*; loss of a \d\.\d+, b \d\.\d+\n", out)
+    record = read_run("runs/a")
+    _, _, figure = next(figures(record))
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["training", "validation", "validation, a", "validation, b"]
+
+
+def test_e15_an_empty_text_is_named(run, tmp_path, capsys):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "some.txt").write_text("\n".join(documents(60)))
+    new = ("data.tokenizer=null", "data.tokenizer_vocab_size=280")
+    for words in ((), new):
+        assert run("data.sources=[{path: empty.txt}]", *words) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert "data.sources[0]" in line and "empty.txt" in line
+    assert run("data.sources=[{path: [some.txt, empty.txt], name: text}]") == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"data: text: 1 documents, .*; left out 1 empty \(empty: \S+/empty\.txt\)", out
+    )
+    assert run("data.sources=[{path: [some.txt, empty.txt], name: text}]", "run.name=again") == 0
+
+
+def test_a_start_says_what_runs(run, capsys):
+    assert run("run.name=a") == 0
+    printed = capsys.readouterr()
+    assert not printed.err, "a healthy start warns of nothing"
+    lines = printed.out.splitlines()
+    for beginning in (
+        r"data: text: 14 documents, \S+ tokens",
+        r"tokenizer: \S+/tokenizer, 288 tokens, hash [0-9a-f]{12}",
+        "kernels: experts reference, loss reference",
+        "attention: scaled_dot_product_attention",
+        "engine: none, one process",
+    ):
+        assert len([line for line in lines if re.match(beginning, line)]) == 1, beginning
 
 
 def test_f7_an_import_error_is_one_line(tmp_path, capsys):

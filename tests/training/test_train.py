@@ -327,7 +327,7 @@ def test_damaged_checkpoints_are_named_and_passed_over(run, whole, tmp_path, cap
     told = [event["text"] for event in events(folder, "checkpoint_passed_over")]
     assert len(told) == 2 and "step_00000012" in told[0] and data.name in told[0]
     assert "step_00000009" in told[1] and MANIFEST in told[1]
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
     assert_same_run(folder, whole)
     assert damage(newest) is None, "replaced by a whole one"
 

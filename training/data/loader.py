@@ -154,11 +154,6 @@ class TrainData:
         rows = [source.order.rows() for source in self.sources]
         return None if None in rows else sum(rows)
 
-    @property
-    def validation_names(self) -> list[str]:
-        """Names of the validation sources."""
-        return [source.name for source in self.validation_sources]
-
     def describe(self) -> list[str]:
         """Lines about each source: which files of a folder it is made of and which not; documents,
         tokens, of several its share of the rows, and what was left out and why."""
@@ -480,7 +475,8 @@ def _check_enough(source: Source, key: str, place: str) -> None:
     if not store.documents and not skipped:
         raise DataError(f"{key} ({source.name}): {place} holds no text")
     raise DataError(
-        f"{key} ({source.name}: {place}) is too small: {order.units()} {unit} in {store.documents} documents"
-        f"{left_out}, and data.seq_len={order.cut.seq_len} needs at least {need}"
+        f"{key} ({source.name}: {place}) is too small: {order.units()} {unit} in "
+        f"{store.documents} documents{left_out}, and data.seq_len={order.cut.seq_len} needs at "
+        f"least {need}"
         + "".join(f"; the first left out: {example}" for example in examples)
     )
