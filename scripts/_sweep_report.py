@@ -170,6 +170,9 @@ def plot(path: Path, sweep: SweepFile, runs: Sequence[RunValues], values: Any) -
     figure.suptitle(sweep.title, fontsize=11)
     metric = sweep.metrics[0]
     colors = [f"C{number % 10}" for number in range(len(sweep.arms))]
+    # beyond ten arms the colours begin again, with another line and marker
+    lines = ["-" if number < 10 else "--" for number in range(len(sweep.arms))]
+    marks = ["o" if number < 10 else "s" for number in range(len(sweep.arms))]
     control = values.get(sweep.control, {})
     others = [arm for arm in sweep.arms if arm != sweep.control]
     for height, arm in enumerate(others):
@@ -180,10 +183,11 @@ def plot(path: Path, sweep: SweepFile, runs: Sequence[RunValues], values: Any) -
         ]
         if not pairs:
             continue
-        color = colors[list(sweep.arms).index(arm)]
+        number = list(sweep.arms).index(arm)
+        color = colors[number]
         mean = Mean.of(pairs)
         left.errorbar(mean.mean, height, xerr=mean.error, fmt="|", color=color, capsize=4, ms=14)
-        left.plot(pairs, [height] * len(pairs), "o", color=color, alpha=0.5, ms=4)
+        left.plot(pairs, [height] * len(pairs), marks[number], color=color, alpha=0.5, ms=4)
     left.axvline(0, color="#8a8f98", linestyle="--", linewidth=1)
     left.set_yticks(range(len(others)), others, fontsize=8)
     left.set_ylim(len(others) - 0.5, -0.5)
@@ -191,7 +195,7 @@ def plot(path: Path, sweep: SweepFile, runs: Sequence[RunValues], values: Any) -
     # A curve over other seeds than its neighbour's would differ by the seeds.
     found = [set(values[arm]) for arm in sweep.arms if values.get(arm)]
     seeds = set.intersection(*found) if found else set()
-    for arm, color in zip(sweep.arms, colors):
+    for arm, color, line in zip(sweep.arms, colors, lines):
         mine = [run for run in runs if run.arm == arm and run.seed in seeds]
         curves = [read_run(run.folder).series(sweep.curve) for run in mine]
         by_step: dict[int, list[float]] = {}
@@ -201,7 +205,7 @@ def plot(path: Path, sweep: SweepFile, runs: Sequence[RunValues], values: Any) -
         if by_step:
             steps = sorted(by_step)
             means = [statistics.fmean(by_step[step]) for step in steps]
-            right.plot(steps, means, color=color, label=arm, linewidth=1.2)
+            right.plot(steps, means, line, color=color, label=arm, linewidth=1.2)
     right.set_xlabel("step", fontsize=8)
     right.set_ylabel(f"{sweep.curve}, mean of seeds {sorted(seeds)}", fontsize=8)
     if right.lines:

@@ -328,23 +328,40 @@ def bench_layer(args) -> list[dict]:
 
 
 def plot(spmm_rows: list[dict], moe_rows: list[dict], path: Path) -> None:
-    """Speed-up over density, and shares of the copy bandwidth."""
+    """Speed-up over density, a line for each shape, coloured by what it is compared with and
+    dashed by the side of the blocks; and shares of the copy bandwidth."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5))
-    for case, times in by_case(spmm_rows).items():
-        for peer, style in (("cusparse", "-"), ("bsr", "-"), ("dense", "--")):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.6), layout="constrained")
+    peers = {
+        "cusparse": ("cuSPARSE", "C0"),
+        "bsr": ("cuSPARSE's block format", "C2"),
+        "dense": ("dense cuBLAS", "C1"),
+    }
+    cases = by_case(spmm_rows)
+    blocks = sorted({case[3] for case in cases})
+    styles = dict(zip(blocks, ("-", "--", "-.", ":") * len(blocks)))
+    named = {}
+    for peer, (name, color) in peers.items():
+        for case, times in cases.items():
             points = [(d, m[peer] / m["ours"]) for d, m in sorted(times.items()) if peer in m]
             if points:
-                label = f"{case[0]}x{case[1]}x{case[2]} block {case[3]} {case[4]}: over {peer}"
-                left.plot(*zip(*points), style, marker=".", label=label)
+                (line,) = left.plot(
+                    *zip(*points), styles[case[3]], color=color, marker=".", lw=1, alpha=0.8
+                )
+                one = "single entries" if case[3] == 1 else f"blocks of {case[3]}"
+                named.setdefault(f"over {name}, {one}", line)
     left.axhline(1.0, color="black", lw=0.8)
     left.set(xscale="log", yscale="log", xlabel="density, %", ylabel="times faster")
-    if 1 < len(left.lines) <= 21:
-        left.legend(fontsize=6)
+    left.set_title("SpMM, a line for each shape", fontsize=10, loc="left")
+    if named:
+        left.legend(
+            named.values(), named.keys(), fontsize=8, ncols=2, loc="upper center",
+            bbox_to_anchor=(0.5, -0.13), frameon=False,
+        )  # fmt: skip
     ours = [r for r in moe_rows if r["method"] == "ours" and "share" in r]
     for operation in dict.fromkeys(r["operation"] for r in ours):
         some = [r for r in ours if r["operation"] == operation]
@@ -353,9 +370,11 @@ def plot(spmm_rows: list[dict], moe_rows: list[dict], path: Path) -> None:
     right.axhline(0.8, color="black", lw=0.8)
     right.set(ylabel="share of copy bandwidth", xlabel="tokens, width, experts per token")
     right.tick_params(axis="x", rotation=90, labelsize=7)
+    right.set_title("products of the routing matrix", fontsize=10, loc="left")
     if ours:
-        right.legend()
-    figure.tight_layout()
+        right.legend(
+            fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False
+        )
     figure.savefig(path, dpi=110)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import html
 import io
-import json
 import sys
 import time
 from pathlib import Path
@@ -43,17 +42,31 @@ h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
 .problem { border-color: #b3261e; }
 .warning { border-color: #d97a1a; }
 .note { border-color: #1f5fa8; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 1rem; }
-figure { margin: 0; background: #fff; border-radius: .5rem; padding: .3rem; }
+.plots { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr)); }
+figure { margin: 0; background: #fff; border-radius: .5rem; padding: .3rem; min-width: 0; }
 figure svg { width: 100%; height: auto; }
+figure.wide { grid-column: 1 / -1; overflow-x: auto; }
+figure.wide svg { min-width: 640px; }
 figcaption { color: #444; font-size: .8rem; padding: 0 .5rem; }
 table { border-collapse: collapse; font-size: .85rem; width: 100%; }
 td, th { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
+  vertical-align: top; }
+th, td:not(:last-child) { white-space: nowrap; }
+td:last-child { overflow-wrap: anywhere; }
 pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: .8rem; }
+@media (max-width: 600px) {
+  table, tbody, tr, td { display: block; }
+  tr:first-child { display: none; }
+  tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  td { border: 0; padding: 0; }
+  td:not(:last-child) { display: inline-block; padding-right: .7rem; opacity: .75; }
+}
 """
 
 EVENTS_SHOWN = 200
+WIDE = ("load",)
+"""Pictures of many panels, which take the whole width."""
 
 
 def svg(figure: Figure) -> str:
@@ -99,15 +112,29 @@ def _finding(finding: Finding) -> str:
     )
 
 
-def _event_row(event: dict[str, Any]) -> str:
+def sentence(event: dict[str, Any]) -> str:
+    """What happened, in words: the event's own, or those of its kind and its values."""
+    if event.get("text"):
+        return event["text"]
+    kind, step = event.get("event"), event.get("step")
+    if kind == "sample" and "sample" in event:
+        return f"text at step {step}: {event['sample']}"
+    if kind == "checkpoint" and "folder" in event:
+        return f"saved step {step} in {event['folder']} ({event.get('seconds', 0):.1f} s)"
+    if kind == "export_check" and "exact" in event:
+        same = "computes the same as" if event["exact"] else "computes otherwise than"
+        return f"the trained model {same} its export will"
     known = ("event", "attempt", "time", "text")
+    rest = [f"{key} {value}" for key, value in event.items() if key not in known]
+    return ", ".join(rest).replace("_", " ")
+
+
+def _event_row(event: dict[str, Any]) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("time", 0)))
-    rest = {key: value for key, value in event.items() if key not in known}
-    detail = event.get("text", "")
-    if rest:
-        text = json.dumps(rest)
-        detail += f" {text[:400]}{'…' if len(text) > 400 else ''}"
-    cells = (when, event.get("attempt", ""), event.get("event", ""), detail.strip())
+    text = sentence(event)
+    detail = f"{text[:400]}{'…' if len(text) > 400 else ''}"
+    kind = str(event.get("event", "")).replace("_", " ")
+    cells = (when, event.get("attempt", ""), kind, detail)
     return "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>"
 
 
@@ -117,8 +144,9 @@ def render(record: Record, now: float | None = None) -> str:
     found = findings(record, now)
     told = "".join(map(_finding, found)) or "<p>Nothing stands out: all looks well.</p>"
     shown = "".join(
-        f"<figure>{svg(figure)}<figcaption>{html.escape(text)}</figcaption></figure>"
-        for _, text, figure in figures(record, unigram)
+        f"<figure{' class=wide' * (name in WIDE)}>{svg(figure)}"
+        f"<figcaption>{html.escape(text)}</figcaption></figure>"
+        for name, text, figure in figures(record, unigram)
     )
     numbers = "".join(
         f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'

@@ -150,14 +150,14 @@ def figures(
     if layers and any(len(series) > 1 for series in layers.values()):
         yield "load_by_layer", "Dark rows are layers with a much-used expert.", _heat_map(layers)
     if len(record.loads) > 1:
-        text = "Each row is an expert: white has no load, dark blue three times the mean or more."
+        text = "Each row is an expert: pale has no load, dark blue three times the mean or more."
         yield "load", text, _load_maps(record.loads)
 
 
 def _heat_map(layers: dict[int, Series]) -> Figure:
     import numpy as np
 
-    figure, axes = _figure("fullest expert by MoE layer (load / mean - 1)", "MoE layer")
+    figure, axes = _figure("fullest expert by MoE layer", "MoE layer")
     steps = sorted({step for series in layers.values() for step in series.steps})
     columns = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, 120).astype(int))]
     place = {step: column for column, step in enumerate(columns)}
@@ -178,7 +178,9 @@ def _heat_map(layers: dict[int, Series]) -> Figure:
     if len(layers) > 12:
         axes.set_yticks(range(0, len(layers), 4), [str(n) for n in list(layers)[::4]])
     axes.grid(visible=False)
-    figure.colorbar(image, ax=axes).ax.tick_params(labelsize=8)
+    bar = figure.colorbar(image, ax=axes)
+    bar.set_label("load / mean - 1", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
     return figure
 
 
@@ -195,7 +197,7 @@ def _load_maps(lines: list[dict]) -> Figure:
     rows = -(-len(shown) // columns)
     figure = Figure(figsize=(2.2 + 2.4 * columns, 0.9 + 1.9 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    figure.suptitle("load of each expert / mean", fontsize=10, x=0.01, ha="left")
+    figure.suptitle("load of each expert", fontsize=10, x=0.01, ha="left")
     for panel in panels.flat:
         panel.set_visible(False)
     for panel, layer in zip(panels.flat, shown):
@@ -211,7 +213,12 @@ def _load_maps(lines: list[dict]) -> Figure:
             extent=(steps[0], steps[-1], load_WLE.shape[2] - 0.5, -0.5),
         )
         panel.tick_params(labelsize=7)
-    figure.colorbar(image, ax=panels, shrink=0.8).ax.tick_params(labelsize=7)
+        panel.label_outer()
+    figure.supxlabel("step", fontsize=8)
+    figure.supylabel("expert", fontsize=8)
+    bar = figure.colorbar(image, ax=panels, shrink=0.8)
+    bar.set_label("load / mean", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -84,3 +85,20 @@ def test_timeline_is_the_last_call_with_its_gaps(script, monkeypatch):
         {"name": "two", "us": 6, "gap us": 4},
     ]
     assert len(calls) == 3
+
+
+def test_e23_the_legend_lies_on_no_bar(script, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    file = Path(__file__).resolve().parents[2] / "docs" / "img" / "moe.json"
+    script("bench_moe").plot(json.loads(file.read_text())["rows"], tmp_path / "moe.png")
+    (figure,) = drawn
+    assert all(axes.get_legend() is None for axes in figure.axes)
+    (legend,) = figure.legends
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+    heights = [bar.get_height() for axes in figure.axes for bar in axes.patches]
+    assert min(heights) > 0, "no gaps: every series was measured at every shape"

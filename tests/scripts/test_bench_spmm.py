@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,3 +61,20 @@ def test_without_a_gpu_it_asks_for_small(script, tmp_path):
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit, match="--small"):
         script("bench_spmm").main(["--out", str(tmp_path)])
+
+
+def test_e23_the_picture_has_a_legend_however_many_shapes(script, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    file = Path(__file__).resolve().parents[2] / "docs" / "img" / "spmm.json"
+    result = json.loads(file.read_text())
+    script("bench_spmm").plot(result["spmm"], result["moe"], tmp_path / "spmm.png")
+    left, right = drawn[0].axes
+    assert len(left.lines) > 21
+    named = [text.get_text() for text in left.get_legend().get_texts()]
+    assert "over cuSPARSE, single entries" in named and "over dense cuBLAS, blocks of 64" in named
+    looks = {(line.get_color(), line.get_linestyle()) for line in left.lines[:-1]}
+    assert len(looks) == len(named), "what looks alike has one name"
+    assert right.get_legend() is not None

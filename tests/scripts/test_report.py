@@ -77,7 +77,6 @@ def test_the_page_holds_the_run_and_needs_nothing_else(report, tmp_path):
         "6.250",
         "6 experts get less than a tenth of the mean load",
         "step 7 <b>&",  # escaped in the source, itself again for a reader
-        '"rows": [[0, 0, 1]]',
         "num_experts_per_tok: 4",
         "torch: 2.13.0",
     ):
@@ -88,6 +87,43 @@ def test_the_page_holds_the_run_and_needs_nothing_else(report, tmp_path):
     assert not re.search(r"url\((?!#)", source)
     assert "<script" not in source
     assert len(source) < 1_000_000
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_e22_events_are_sentences(report, tmp_path):
+    """Every kind of event that a run writes without a text of its own; none as JSON."""
+    events = [
+        {"event": "checkpoint", "step": 6, "folder": "runs/x/step_6", "seconds": 1.25},
+        {"event": "sample", "step": 4, "sample": " a whale"},
+        {"event": "export_check", "exact": True, "lacks": []},
+        {"event": "something_new", "step": 5, "some_value": 0.5},
+    ]
+    folder = make_run(tmp_path / "run", events=[e | {"attempt": 0, "time": NOW} for e in events])
+    source = report.render(read_run(folder), now=NOW)
+    table = source[source.index("<h2>Events") : source.index("<h2>Config")]
+    for told in (
+        "saved step 6 in runs/x/step_6 (1.2 s)",
+        "text at step 4:  a whale",
+        "the trained model computes the same as its export will",
+        "step 5, some value 0.5",
+    ):
+        assert f"<td>{told}</td>" in table
+    assert "{" not in table and "_new" not in table
+
+
+def test_e22_the_load_map_has_its_axes_named_and_the_whole_width(report, tmp_path):
+    folder = make_run(tmp_path / "run")
+    lines = [{"attempt": 0, "step": s, "load": [[1.0, 0.5], [0.0, 2.0]]} for s in (1, 2, 3)]
+    (folder / "load.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (figure,) = [f for name, _, f in report.figures(read_run(folder)) if name == "load"]
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("step", "expert")
+    assert "load / mean" in [axes.get_ylabel() for axes in figure.axes]
+    source = report.render(read_run(folder), now=NOW)
+    (wide,) = re.findall(r"<figure class=wide>.*?</figure>", source, re.DOTALL)
+    assert "load of each expert" in wide
+    # no picture is wider than a phone, and no word of a header is broken
+    assert "minmax(min(440px, 100%), 1fr)" in source
+    assert re.search(r"th, td:not\(:last-child\) \{ white-space: nowrap; \}", source)
 
 
 @pytest.mark.usefixtures("without_pictures")

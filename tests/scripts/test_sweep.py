@@ -4,10 +4,12 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from tests.training.test_record import make_run
 from tests.training.tiny import write_inputs
 from training.config_load import ConfigError
 from training.flops import run_flops
@@ -223,3 +225,24 @@ def test_a_folder_that_cannot_be_made_is_an_error(sweep, tiny_sweep, capsys):
 def test_an_unreadable_file_is_an_error(sweep, tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         sweep.read_sweep(tmp_path / "none.yaml")
+
+
+def test_e23_no_two_arms_look_alike(report, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    arms = {f"arm {number}": [] for number in range(14)}
+    sweep = SimpleNamespace(
+        title="t", arms=arms, control="arm 0", metrics=["loss"], curve="max_violation"
+    )
+    folder = make_run(tmp_path / "run")
+    runs = [SimpleNamespace(arm=arm, seed=seed, folder=folder) for arm in arms for seed in (0, 1)]
+    values = {arm: {0: {"loss": 1.0}, 1: {"loss": 2.0}} for arm in arms}
+    report.plot(tmp_path / "t.png", sweep, runs, values)
+    left, right = drawn[0].axes
+    curves = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in right.lines}
+    assert len(set(curves.values())) == len(arms)
+    dots = [line for line in left.lines if line.get_marker() in ("o", "s")]
+    looks = {(line.get_color(), line.get_marker()) for line in dots}
+    assert len(looks) == len(arms) - 1
