@@ -1,9 +1,8 @@
 """The architecture of a model, in the words of a Hugging Face `config.json`.
 
-    ModelConfig(family="qwen3_moe", hidden_size=256, ...)     # own model: what is missing takes
-    transformers' default ModelConfig.from_hf("folder/config.json")                 # a public
-    model's config, 4.x or 5.x style config.to_hf(dtype="bfloat16")                            #
-    config.json for transformers 4.57 to 5.x, vLLM, llama.cpp
+    ModelConfig(family="qwen3_moe", hidden_size=256, ...)  # what is missing: transformers' default
+    ModelConfig.from_hf("folder/config.json")  # a public model's config, 4.x or 5.x style
+    config.to_hf(dtype="bfloat16")  # config.json for transformers 4.57 to 5.x, vLLM, llama.cpp
 
 Only what defines the function computed is here. How it is computed (kernels, precision, token
 rounding) is chosen when the model is built. What a family cannot express is refused by name, never
@@ -257,8 +256,7 @@ class ModelConfig(Strict):
             raise ValueError(problem)
         return self
 
-    # ------------------------------------------------------------------ what the fields mean
-    # together
+    # ------------------------------------------------------- what the fields mean together
 
     @property
     def expert_size(self) -> int:

@@ -1,9 +1,8 @@
 """Text from a model: greedy or sampled, token by token with a cache.
 
-    for new in generate(model, prompts, Sampling(temperature=0.8, top_p=0.9, seed=1),
-    max_new_tokens=64):
-        ...                                  # one token per prompt, or None where a prompt has
-        ended
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=1)
+    for new in generate(model, prompts, sampling, max_new_tokens=64):
+        ...  # one token per prompt, or None where a prompt has ended
 
 Shape letters: B prompts, L prompt length, V vocabulary.
 """

@@ -86,8 +86,7 @@ def export_hf(
         folder: where to; created. If it holds model files, they are named and refused.
         config: needed with a mapping.
         dtype: float32, bfloat16 or float16, of every tensor but GLM's selection bias (fp32: an
-        update
-            of 0.001 would vanish in bf16).
+            update of 0.001 would vanish in bf16).
         max_shard_size: bytes, or "5GB" / "500MB" (powers of ten, as transformers counts).
         tokenizer_dir: folder whose tokenizer files are copied along.
         generation: more keys for generation_config.json (temperature, top_p, ...).

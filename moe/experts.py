@@ -190,12 +190,12 @@ def experts(
     Args:
         x_TD: tokens; float32, float16 or bfloat16 (float64 with the reference).
         w1_EHD: up-projections (E, 2N, D) with gate and up rows interleaved (2j gate, 2j + 1 up),
-            or (E, N, D) for
-            ungated activations.
+            or (E, N, D) for ungated activations.
         w2_EDN: down-projections.
         routing: who goes where, with which gate; any number of experts per token.
         activation: swiglu, geglu, reglu (gated), relu2, gelu or silu; see
-        `moe.kernels.activations`. b1_EH, b2_ED: biases or None.
+            `moe.kernels.activations`.
+        b1_EH, b2_ED: biases or None.
         save: what is kept for backward of the pre-activations: "h" all, "fp8_h" a float8 copy with
             a scale for each row (half the bytes, gradients 3 to 4 % off by norm; bfloat16 and
             float16), "x" nothing, they are computed again.
@@ -203,8 +203,8 @@ def experts(
             products of sparse matrices (`moe.sparse.experts`; no biases, no main_grads,
             save="h"). "auto" takes the fastest that can do what is asked.
         main_grads: buffers, usually float32, to which the gradients of w1 and w2 are added in
-            backward in place of
-            making gradients (their `.grad` then stays None). Not under torch.compile.
+            backward in place of making gradients (their `.grad` then stays None). Not under
+            torch.compile.
         output_sums: give also the sum of each expert's outputs over its tokens, without gates.
 
     Returns:
@@ -213,7 +213,7 @@ def experts(
 
     Gradients: x, weights, gates (`routing.gates_S`) and biases; what is frozen costs nothing.
     Float32 sums, one rounding and no atomics: the same bits every time. A second backward through
-        the gradient raises RuntimeError.
+    the gradient raises RuntimeError.
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, by name.

@@ -147,8 +147,7 @@ def round_tokens(
 
     Args:
         logits_TE: [T, E], the logits that `gating` was made from; tokens that were not valid there
-            are
-            never taken here.
+            are never taken here.
         gating: `topk_gating(logits_TE, k, score=score, norm=norm, scale=scale, …)`.
         config: variant, tile and the rest.
         score, norm, scale: as given to `topk_gating`.

@@ -2,8 +2,7 @@
 """Write a checkpoint as a Hugging Face folder, which transformers, vLLM and llama.cpp load.
 
     python scripts/export_hf.py runs/try/checkpoints/latest out/ --check
-    python scripts/export_hf.py runs/try out/ --dtype bfloat16        # newest good checkpoint of a
-    run
+    python scripts/export_hf.py runs/try out/ --dtype bfloat16  # newest good checkpoint of a run
 
 The checkpoint holds all that is needed: weights, model config, tokenizer. --check loads the folder
 with transformers and compares logits and greedy text; the receipt is printed. Exit codes: 0 done,

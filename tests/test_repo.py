@@ -287,3 +287,28 @@ def test_ci_runs_what_the_contributor_guide_says():
     assert "scripts/test.sh" in ci
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert "scripts/test.sh" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def cut_lines(text: str) -> list[str]:
+    """Lines of a docstring that end after a few words though the sentence, and the room, go on: an
+    editor has broken the paragraph where it was, and added the next line where it is."""
+    found, lines = [], text.splitlines()
+    for before, line, after in zip(lines, lines[1:], lines[2:]):
+        columns = re.search(r"\S {2,}\S", after) or re.match(r" *[\w, ]+: ", after)
+        short = 0 < len(line.split()) <= 6 and not line.rstrip().endswith((".", ":"))
+        code = re.search("[=`]|python ", line)
+        if len(before) > 75 and short and after.strip()[:1].islower() and not (columns or code):
+            found.append(line.strip())
+    return found
+
+
+def test_e24_docstrings_are_not_cut_by_a_reflow():
+    example = f"config: {'a' * 70}\n        update\n            of 0.001 would vanish.\n"
+    assert cut_lines(example) == ["update"]
+    cut = []
+    for path in PACKAGE_SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                if isinstance(node.value.value, str):
+                    cut += [f"{path.name}: {line}" for line in cut_lines(node.value.value)]
+    assert not cut

@@ -4,8 +4,9 @@
         __0_0.distcp … .metadata   all tensors, by torch.distributed.checkpoint
         state.json                 step, tokens, position in the data, shapes of the tensors
         rng_00000.pt               random states, one file per process
-        config.yaml, model/, tokenizer/ enough to export the model without the training code's
-        config manifest.json size and SHA-256 of every other file: the mark of completeness
+        config.yaml, model/, tokenizer/
+                                   enough to export the model without the training code's config
+        manifest.json              size and SHA-256 of every other file: the mark of completeness
     checkpoints/latest             symbolic link to the newest complete folder
 
 A folder is written as `step_….tmp`: tensors, small files, fsync, manifest, fsync; then it gets its

@@ -1,8 +1,8 @@
 """Whether the routers of a config can be built and do what the config says, before a model is.
 
 A schedule of K must fit the experts and end with the run, what begins with some step must begin in
-it. Used by training/config.py where the length of the
-run is known, and by train.py where it comes out of the data.
+it. Used by training/config.py where the length of the run is known, and by train.py where it comes
+out of the data. An error of the layer's own checks is told by the names of the config file.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def out_of_memory_message(
 
     Args:
         counts_LE: int [L, E], tokens per expert and layer of the last micro-batch that this process
-        finished. settings: (section.key, present value) of what can be lowered, most effective
-        first.
+            finished.
+        settings: (section.key, present value) of what can be lowered, most effective first.
     """
     text = f"out of memory on process {rank} at step {step}: {str(error).splitlines()[0]}"
     if counts_LE is not None:

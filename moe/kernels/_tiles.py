@@ -6,12 +6,12 @@ its length is read there, so the host never waits for the routing.
 
 Two ways to memory, chosen per call by `tma_serves`:
   TMA       tensor descriptors for everything but gathered rows. Stores into rows that other tiles
-  own, or past the end
-            of an expert, are cut off by hardware bounds checks on 4-D "ragged" descriptors (the
-            trick of triton.tools.ragged_tma: two extra axes whose strides cancel modulo 2^64).
+            own, or past the end of an expert, are cut off by hardware bounds checks on 4-D "ragged"
+            descriptors (the trick of triton.tools.ragged_tma: two extra axes whose strides cancel
+            modulo 2^64).
   pointers  masked loads and stores with arbitrary strides, for anything that TMA cannot address:
-  widths that are no
-            multiple of 16 bytes, unaligned or transposed operands, GPUs before Hopper.
+            widths that are no multiple of 16 bytes, unaligned or transposed operands, GPUs before
+            Hopper.
 
 Shape letters: R rows (expert order), E experts, B row tiles.
 """

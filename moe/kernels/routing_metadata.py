@@ -649,8 +649,7 @@ def routing_metadata(
 
     Args:
         expert_S: int32 or int64 expert of each slot in token order, any shape (flattened); ids
-            outside
-            [0, num_experts) are slots without expert.
+            outside [0, num_experts) are slots without expert.
         num_experts: E.
         slots_per_token: K if token t owns slots tK … tK+K-1. Exactly one of the three token sources
             is given.
