@@ -87,7 +87,7 @@ def wandb_settings(config: Config, run: Run) -> dict[str, Any] | None:
     return {
         "mode": config.log.wandb,
         "project": config.log.wandb_project,
-        "dir": str(run.folder),
+        "dir": str(run.folder.absolute()),  # its service may have another working folder
         "group": run.folder.name,
         "name": f"{run.folder.name}-{run.attempt}",
         "config": config.to_dict(),
@@ -417,7 +417,8 @@ def saves(job: Job, final: bool = False) -> None:
         if isinstance(saved.error, NonFiniteWeights):
             raise RunFailed(f"{saved.error}. The same command resumes from the last one")
         if ends:
-            raise RunFailed(f"the last checkpoint could not be saved: {saved.error}") from saved.error
+            told = f"the last checkpoint could not be saved: {saved.error}"
+            raise RunFailed(told) from saved.error
     if final and job.saver.last_error is not None:
         raise RunFailed(
             f"the last checkpoint could not be saved (step {job.saver.last_step}), as told above; "
