@@ -93,7 +93,11 @@ def _inside(path: Path, given: str, key: str) -> list[Path]:
     matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
     matches = [p for p in matches if p.is_file()]
     if not matches:
-        raise DataError(f"{key}={given!r}: no such file, and no file matches it as a glob")
+        own = "; give your own text: data.sources='[{path: FILE_OR_FOLDER}]'"
+        raise DataError(
+            f"{key}={given!r}: no such file, and no file matches it as a glob"
+            + own * key.startswith("data.sources")
+        )
     return matches
 
 
