@@ -54,6 +54,14 @@ class MeshPlan:
         return self.nodes * self.local
 
     @property
+    def degrees(self) -> list[int]:
+        """Degrees of expert parallelism that these nodes, placement and experts allow."""
+        limit = self.nodes if self.placement == "across_nodes" else self.local
+        if not self.num_experts:
+            return [1]
+        return [d for d in _divisors(limit) if not any(count % d for count in self.num_experts)]
+
+    @property
     def expert_shard(self) -> int:
         """Ranks that a set of experts is sharded over."""
         return self.local if self.placement == "across_nodes" else self.local // self.expert
@@ -129,7 +137,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def plan_mesh(
     world: int,
     nodes: int | None = None,
-    expert: int | None = None,
+    expert: int = 1,
     placement: str = "across_nodes",
     num_experts: int | Sequence[int] | None = None,
     hosts: int = 1,
@@ -139,7 +147,7 @@ def plan_mesh(
     Args:
         world: processes.
         nodes: `parallel.nodes`; None = the number of hosts.
-        expert: `parallel.expert`; None = the largest degree that the sizes allow.
+        expert: `parallel.expert`.
         placement: `parallel.expert_placement`.
         num_experts: experts of an MoE layer, or of each when they differ; None = dense model.
         hosts: machines that the processes run on, equally many on each.
@@ -171,9 +179,7 @@ def plan_mesh(
     local = world // nodes
     across = placement == "across_nodes"
     limit = nodes if across else local
-    fitting = [d for d in _divisors(limit) if all(count % d == 0 for count in counts)]
-    if expert is None:
-        expert = fitting[-1] if counts else 1
+    fitting = MeshPlan(nodes, local, 1, placement, counts).degrees
     if expert < 1 or limit % expert:
         what = (
             f"parallel.nodes={nodes}: experts are split over nodes"

@@ -3,7 +3,7 @@
 
     python scripts/bench_parallel.py layer --nproc 4                  CUDA: one rank per GPU
     python scripts/bench_parallel.py layer --nproc 4 --cpu --row-us 40
-    python scripts/bench_parallel.py engine --nproc 4 configs/x.yaml parallel.nodes=2
+    python scripts/bench_parallel.py engine --nproc 4 configs/x.yaml parallel.expert=4
 
 layer: one MoE layer, forward and backward, in every mode of travelling. Beside the time of a mode:
 that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that

@@ -113,7 +113,8 @@ class Parts:
         pull = [] if self.cpu else ["parallel.transport=pull"]
         alone: dict[str, float] = {}
         for nproc in (1, 2, 4):
-            split = ["parallel.nodes=2", "parallel.schedule=whole", *pull] if nproc > 1 else []
+            over_two = ["parallel.nodes=2", "parallel.expert=2", "parallel.schedule=whole", *pull]
+            split = over_two if nproc > 1 else []
             for routing in ("real", "balanced"):
                 # On a CPU the exchange takes the cores of the products.
                 measure = nproc > 1 and routing == "real" and not self.cpu
@@ -170,8 +171,8 @@ class Parts:
             found = read_metrics(self.folder / "runs" / name)
             return {line["step"]: (line["loss"], line["grad_norm"]) for line in found}
 
-        whole = ended(torchrun("whole", 4, "parallel.nodes=2"), "whole")
-        process = torchrun("killed", 4, "parallel.nodes=2")
+        whole = ended(torchrun("whole", 4, "parallel.nodes=2", "parallel.expert=2"), "whole")
+        process = torchrun("killed", 4, "parallel.nodes=2", "parallel.expert=2")
         metrics = self.folder / "runs/killed/metrics.jsonl"
         end = time.monotonic() + 1200
         while max((line["step"] for line in read_lines(metrics)), default=0) < SAVED + 1:

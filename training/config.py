@@ -265,7 +265,8 @@ class ParallelConfig(Strict):
     """Nodes that the processes form: dense weights are sharded inside a node and replicated over
     nodes. Empty: the number of hosts; a multiple of it cuts hosts into several nodes."""
     expert: Positive | None = None
-    """Ranks that the experts are split over. Empty: as many as the sizes allow."""
+    """Ranks that the experts are split over. Empty: the number that a model of the costs finds
+    fastest among those whose weights and moments fit the GPUs (docs/scaling.md)."""
     expert_placement: Literal["across_nodes", "within_node"] = "across_nodes"
     """across_nodes: a node's ranks share the node's experts and tokens travel between nodes.
     within_node: tokens travel between the ranks of a node, and every node holds all experts."""
@@ -570,7 +571,7 @@ def make_plan(
             "here: h, x"
         )
     mesh, engine, exchange, offload = plan_layout(
-        config.parallel, config.model.config, world_size, device, hosts
+        config, world_size, device, hosts, micro_batch, rows // micro_batch
     )
     check_rounding(config, micro_batch)
     if train.cuda_graph:

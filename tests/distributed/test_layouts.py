@@ -20,22 +20,22 @@ from training.config import load_config
 
 # processes → layouts: overrides, micro-batches of a process
 LAYOUTS = {
-    2: [("parallel.nodes=2", 1)],
+    2: [("parallel.nodes=2 parallel.expert=2", 1)],
     4: [
-        ("parallel.nodes=2", 3),
+        ("parallel.nodes=2 parallel.expert=2", 3),
         ("parallel.expert=4 parallel.expert_placement=within_node", 1),
-        ("parallel.nodes=2 parallel.engine=deepspeed", 3),
+        ("parallel.nodes=2 parallel.expert=2 parallel.engine=deepspeed", 3),
         ("parallel.expert=2 parallel.expert_placement=within_node parallel.engine=deepspeed", 1),
-        ("parallel.nodes=2 router.gradient=dense", 3),
-        ("parallel.nodes=2 router.gradient=default train.checkpointing=full", 1),
-        ("parallel.nodes=2 router.gradient=dense parallel.engine=deepspeed", 3),
+        ("parallel.nodes=2 parallel.expert=2 router.gradient=dense", 3),
+        ("parallel.nodes=2 parallel.expert=2 router.gradient=default train.checkpointing=full", 1),
+        ("parallel.nodes=2 parallel.expert=2 router.gradient=dense parallel.engine=deepspeed", 3),
         (
             "parallel.expert=2 parallel.expert_placement=within_node router.gradient=default "
             "parallel.engine=deepspeed",
             1,
         ),
     ],
-    8: [("parallel.nodes=4", 1)],
+    8: [("parallel.nodes=4 parallel.expert=4", 1)],
 }
 if importlib.util.find_spec("deepspeed") is None:
     LAYOUTS[4] = [layout for layout in LAYOUTS[4] if "deepspeed" not in layout[0]]
@@ -84,7 +84,7 @@ def test_every_layout_is_equal_to_one_process(world):
 def test_a_difference_is_found():
     """A gradient that misses one rank, as a mean over too few would be."""
     ranks = [results[-1] for results in _ranks(2)]
-    small, _, alone = _case("parallel.nodes=2", 2)
+    small, _, alone = _case("parallel.nodes=2 parallel.expert=2", 2)
     lines = verify.compare(verify.one_process(small, alone, 2, 1), verify.put_together(ranks))
     wrong = [line.what for line in lines if not line.good]
     assert "gradient layers.0.moe.router.weight" in wrong
@@ -105,7 +105,7 @@ def _spoilt() -> dict:
 
     Fsdp2Engine.gradients = halved
     try:
-        small, plan, _ = _case("parallel.nodes=2", 2)
+        small, plan, _ = _case("parallel.nodes=2 parallel.expert=2", 2)
         return verify.as_layout(small, plan, 1)
     finally:
         Fsdp2Engine.gradients = gradients

@@ -15,7 +15,7 @@ from training.checkpoint import read_weights
 from training.logging import read_lines, read_metrics
 
 STEPS, SAVED = 8, 4
-FIRST = ("parallel.nodes=2",)
+FIRST = ("parallel.nodes=2", "parallel.expert=2")
 LAYOUTS = {  # name → processes, overrides
     "the same": (4, FIRST),
     "one process": (1, ()),

@@ -131,7 +131,8 @@ def test_experts_are_revived_and_routers_learn_of_others_where_experts_are_split
     words += ("train.steps=6", "log.every_steps=1")
     runs = [tmp_path / f"runs/of{world}" for world in (1, 2)]
     for world, folder in enumerate(runs, 1):
-        own = (f"run.name={folder.name}", *(["parallel.nodes=2"] if world == 2 else []))
+        split = ["parallel.nodes=2", "parallel.expert=2"] if world == 2 else []
+        own = (f"run.name={folder.name}", *split)
         finish(train(config, tmp_path, *words, *own, world=world))
     told = [
         [(e["step"], e["layer"], e["expert"], e["parent"]) for e in lines]

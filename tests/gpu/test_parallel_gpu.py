@@ -152,18 +152,18 @@ def test_a_large_layer_equals_one_gpu(capsys):
 
 
 LAYOUTS = [
-    ["parallel.nodes=2"],
-    ["parallel.nodes=2", "parallel.transport=pull"],
+    ["parallel.nodes=2", "parallel.expert=2"],
+    ["parallel.nodes=2", "parallel.expert=2", "parallel.transport=pull"],
     ["parallel.nodes=1", "parallel.expert=2", "parallel.expert_placement=within_node"],
     ["parallel.nodes=1", "parallel.expert=1"],
     ["parallel.engine=fsdp2", "parallel.offload=cpu", "parallel.offload_weights=cpu"],
 ]
 if importlib.util.find_spec("deepspeed"):
     LAYOUTS += [
-        ["parallel.engine=deepspeed", "parallel.nodes=2"],
+        ["parallel.engine=deepspeed", "parallel.nodes=2", "parallel.expert=2"],
         ["parallel.nodes=1", "parallel.expert=1", "parallel.offload=cpu"],
-        ["parallel.nodes=2", "parallel.offload=nvme", "parallel.offload_weights=cpu",
-         "parallel.offload_path=/tmp/tessera_disk"],
+        ["parallel.nodes=2", "parallel.expert=2", "parallel.offload=nvme",
+         "parallel.offload_weights=cpu", "parallel.offload_path=/tmp/tessera_disk"],
     ]  # fmt: skip
 
 

@@ -73,12 +73,13 @@ def test_two_nodes_of_two_by_hand():
     assert [plan.place(rank, "expert") for rank in range(4)] == [0, 0, 1, 1]
 
 
-def test_defaults_take_the_hosts_and_the_largest_expert_degree():
+def test_defaults_take_the_hosts_and_name_the_degrees_that_fit():
     plan = plan_mesh(32, hosts=4, num_experts=6)
-    assert (plan.nodes, plan.local, plan.expert) == (4, 8, 2)
-    assert plan_mesh(32, hosts=4, num_experts=[6, 9]).expert == 1
-    assert plan_mesh(32, hosts=4).expert == 1  # a dense model
-    assert plan_mesh(32, hosts=4, num_experts=16, placement="within_node").expert == 8
+    assert (plan.nodes, plan.local, plan.expert, plan.degrees) == (4, 8, 1, [1, 2])
+    assert plan_mesh(32, hosts=4, num_experts=[6, 9]).degrees == [1]
+    assert plan_mesh(32, hosts=4).degrees == [1]  # a dense model
+    inside = plan_mesh(32, hosts=4, num_experts=16, placement="within_node")
+    assert inside.degrees == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize(

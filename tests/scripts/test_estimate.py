@@ -122,7 +122,7 @@ def test_states_of_several_processes_are_those_of_the_engine(tmp_path, monkeypat
 
 
 def test_rows_of_other_ranks_count_where_all_are_sent(tmp_path):
-    words = ["train.micro_batch_size=1", "train.dtype=bfloat16"]
+    words = ["train.micro_batch_size=1", "train.dtype=bfloat16", "parallel.expert=4"]
     memories = []
     for more in ([], ["parallel.schedule=whole"], ["parallel.schedule=whole", "model.save=x"]):
         config = load_config(write(tmp_path), words + more)
@@ -140,7 +140,7 @@ def test_rows_of_other_ranks_are_as_wide_as_the_experts_of_each_family(name, mon
     """olmoe and mixtral have no `moe_intermediate_size`."""
     monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    words = ["parallel.schedule=whole", "train.dtype=float32"]
+    words = ["parallel.schedule=whole", "train.dtype=float32", "parallel.expert=4"]
     config = load_config(f"configs/{name}.yaml", words)
     plan = make_plan(config, 8, cuda=False, hosts=4)
     model, tokens = config.model.config, 3 * plan.micro_batch_size * config.data.seq_len
@@ -319,7 +319,7 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "3"], "the 3 processes"),
+        (["--gpus", "1000"], "the 1000 processes"),
         (["--hosts", "0"], "--hosts=0 must be at least 1"),
         (["--gpu-memory", "-5"], "--gpu-memory=-5 must be above 0"),
         (["--gpu", "Z9"], "--gpu='Z9' is not in the table"),

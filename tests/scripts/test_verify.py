@@ -14,7 +14,8 @@ from training.config import ConfigError, load_config
 
 
 def test_a_layout_is_equal_to_one_process(capsys):
-    arguments = ["configs/quickstart.yaml", "--nproc", "2", "parallel.nodes=2", "run.device=cpu",
+    arguments = ["configs/quickstart.yaml", "--nproc", "2", "parallel.nodes=2",
+                 "parallel.expert=2", "run.device=cpu",
                  "router.balance_scope=global", "--timeout", "200"]  # fmt: skip
     assert verify.main(arguments) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
@@ -143,7 +144,8 @@ def test_every_difference_is_seen():
 
 
 def test_float8_has_tolerances_that_a_broken_one_exceeds(capsys, monkeypatch):
-    arguments = ["configs/quickstart.yaml", "--nproc", "2", "parallel.nodes=2", "run.device=cpu",
+    arguments = ["configs/quickstart.yaml", "--nproc", "2", "parallel.nodes=2",
+                 "parallel.expert=2", "run.device=cpu",
                  "parallel.payload=float8", "--timeout", "200"]  # fmt: skip
     assert verify.main(arguments) == 0, capsys.readouterr().out
     assert re.search("gradient (experts|others)", capsys.readouterr().out)

@@ -1,6 +1,7 @@
 """What the `parallel` section means for a number of processes, before any of them starts."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -8,8 +9,10 @@ import yaml
 
 import train
 from parallel.expert_parallel import ExpertParallelOptions
+from parallel.mesh import plan_mesh
 from parallel.offload import Offload
 from scripts import verify
+from training import cost
 from training.config import ConfigError, load_config, make_plan
 
 
@@ -22,7 +25,7 @@ def plan(path, *words: str, world: int = 4, hosts: int = 1):
     )
 
 
-def test_defaults_shard_over_the_host_and_split_experts_over_hosts(tiny_config):
+def test_defaults_shard_over_the_host_and_split_experts_where_it_pays(tiny_config):
     one, host, two = (
         plan(tiny_config, world=1),
         plan(tiny_config),
@@ -30,7 +33,7 @@ def test_defaults_shard_over_the_host_and_split_experts_over_hosts(tiny_config):
     )
     assert (one.engine, one.mesh.world) == (None, 1)
     assert (host.engine, host.mesh.nodes, host.mesh.local, host.mesh.expert) == ("fsdp2", 1, 4, 1)
-    assert (two.mesh.nodes, two.mesh.local, two.mesh.expert) == (2, 2, 2)
+    assert (two.mesh.nodes, two.mesh.local, two.mesh.expert) == (2, 2, 1)  # few, small experts
     assert two.exchange == ExpertParallelOptions()
 
 
@@ -167,3 +170,43 @@ def test_d6_the_micro_batch_is_the_largest_divisor_of_a_process_s_rows(
     (tmp_path / "unset.yaml").write_text(yaml.safe_dump(values))
     found = make_plan(load_config(tmp_path / "unset.yaml", words), world, cuda=False)
     assert (found.micro_batch_size, found.accumulation) == (micro, accumulation)
+
+
+@pytest.mark.parametrize("placement", ["across_nodes", "within_node"])
+@pytest.mark.parametrize("name", ["olmoe_1b_7b", "qwen3_30b_a3b", "quickstart"])
+def test_d7_the_default_layout_is_the_fastest_of_the_cost_model(name, placement):
+    """32 GPUs on 4 hosts: neither the largest degree, as it was, nor always the same."""
+    config = load_config(
+        f"configs/{name}.yaml",
+        [f"parallel.expert_placement={placement}", "train.global_batch_size=128"],
+    )
+    found = make_plan(config, 32, cuda=True, hosts=4)
+    model, tokens = config.model.config, found.micro_batch_size * config.data.seq_len
+    seconds = {}
+    for degree in found.mesh.degrees:
+        mesh = dataclasses.replace(found.mesh, expert=degree)
+        spent = cost.step_cost(
+            model, mesh, cost.Machine(), tokens, config.data.seq_len, found.accumulation
+        )
+        seconds[degree] = spent.best + spent.worst
+    assert found.mesh.expert == min(seconds, key=seconds.get)
+    if placement == "across_nodes":
+        expected = {"quickstart": 1, "olmoe_1b_7b": 2, "qwen3_30b_a3b": 4}
+        assert found.mesh.expert == expected[name]
+
+
+def test_d7_a_layout_that_does_not_fit_is_not_taken(tiny_config):
+    """Of three degrees, with room for the states of one, of two, and of none."""
+    model = load_config("configs/qwen3_30b_a3b.yaml").model.config
+    plans = [plan_mesh(16, 4, degree, num_experts=model.num_experts) for degree in (1, 2, 4)]
+    counts = cost.parameters(model)
+    sizes = [cost.state_bytes(plan, counts) for plan in plans]
+    assert sizes[0] > sizes[1] > sizes[2]
+    for most, degree in ((sizes[0], 2), (sizes[1], 2), (sizes[2], 4), (sizes[2] / 2, 4)):
+        memory = math.ceil(most / cost.STATE_SHARE) + 1
+        assert cost.fastest(plans, model, 16384, 4096, 1, memory).expert == degree
+
+
+def test_d7_settings_of_the_exchange_have_a_layout_with_one(tiny_config):
+    assert plan(tiny_config, "parallel.nodes=4").mesh.expert == 1
+    assert plan(tiny_config, "parallel.nodes=4", "parallel.schedule=whole").mesh.expert > 1
