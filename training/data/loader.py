@@ -477,6 +477,5 @@ def _check_enough(source: Source, key: str, place: str) -> None:
     raise DataError(
         f"{key} ({source.name}: {place}) is too small: {order.units()} {unit} in "
         f"{store.documents} documents{left_out}, and data.seq_len={order.cut.seq_len} needs at "
-        f"least {need}"
-        + "".join(f"; the first left out: {example}" for example in examples)
+        f"least {need}" + "".join(f"; the first left out: {example}" for example in examples)
     )
