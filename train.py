@@ -265,7 +265,7 @@ def main(arguments: Sequence[str]) -> int:
         timeout_s = config.parallel.timeout_s
         plan = make_plan(config, launched_size(), hosts=launched_hosts())
         plan.offload.check_folder()
-        world = start(plan.device, timeout_s)
+        world = start(plan.device, timeout_s, alone=plan.engine is not None)
         job = prepare(config, plan, world)
     except faults.USER_ERRORS as error:
         withdraw()

@@ -26,6 +26,7 @@ DeepSpeed reads the norm back to the host once a step.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,8 @@ class DeepSpeedEngine:
     ) -> dict[str, Tensor]:
         """Partition all parameters; returns this rank's float32 part of those that had values."""
         _quiet()
+        # zero.Init finds the device by it, and only a launcher sets it.
+        os.environ.setdefault("LOCAL_RANK", str(self.mesh.device.index or 0))
         deepspeed.init_distributed(dist.get_backend(), verbose=False)
         init = deepspeed.zero.Init(
             module=nn.Module(),

@@ -368,7 +368,7 @@ def check_replicas(engine: Engine, mesh: Mesh) -> None:
 def resolve_engine(
     name: str, plan: MeshPlan, offload: Offload | None = None, device_type: str = "cpu"
 ) -> str | None:
-    """The engine that `parallel.engine` means here; None for one process, which uses none.
+    """The engine that `parallel.engine` means here; None for one process that names none.
 
     Args:
         device_type: "cpu" or "cuda", of the run.
@@ -380,10 +380,11 @@ def resolve_engine(
     offload = offload or Offload()
     if name not in ENGINES:
         raise ParallelError(f"parallel.engine={name!r} is unknown; allowed: {', '.join(ENGINES)}")
-    if plan.world == 1:
+    if plan.world == 1 and name == "auto":
         if offload.asked:
             raise ParallelError(
-                f"{offload.asked} needs several processes: one process uses no engine"
+                f"{offload.asked} needs an engine, and one process uses none unless it is named; "
+                "give parallel.engine=deepspeed or fsdp2"
             )
         return None
     if name == "auto":
@@ -459,7 +460,7 @@ def make_engine(
     resolved = resolve_engine(name, mesh.plan, offload, mesh.device.type)
     if resolved is None:
         raise ParallelError(
-            f"parallel.engine={name} needs several processes; one process uses no engine"
+            f"parallel.engine={name} means no engine for one process; allowed: fsdp2, deepspeed"
         )
     narrow = {str(p.dtype) for p in model.parameters() if p.dtype.itemsize < 4}
     if narrow:

@@ -96,18 +96,19 @@ def launched_hosts(environ: Mapping[str, str] | None = None) -> int:
     return size // local
 
 
-def start(device_type: str, timeout_s: float = 600.0) -> World:
+def start(device_type: str, timeout_s: float = 600.0, *, alone: bool = False) -> World:
     """Join the other processes, if a launcher started any.
 
     Args:
         device_type: "cuda" or "cpu"; gradients travel over NCCL or gloo.
         timeout_s: a collective that waits longer ends the process with an error instead of hanging.
+        alone: make the groups of one process too, which an engine needs.
 
     Raises:
         ValueError: more processes on this host than CUDA devices.
     """
     size = launched_size()
-    if size == 1:
+    if size == 1 and not alone:
         return World()
     local_rank = _launched("LOCAL_RANK", launched_rank(), os.environ)
     local_size = _launched("LOCAL_WORLD_SIZE", size, os.environ)
@@ -121,10 +122,13 @@ def start(device_type: str, timeout_s: float = 600.0) -> World:
             )
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
-    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+    rank, store = 0, dist.HashStore()
+    if size > 1:
+        shared, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_S)))
+        store = _fresh(shared, rank, size, JOIN_S)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
-        store=_fresh(store, rank, size, JOIN_S),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout_s),
@@ -199,7 +203,7 @@ def joined(timeout_s: float = 600.0) -> World:
 def shutdown(world: World) -> None:
     """Leave the process groups together. Not after a failure: the others may never answer, and the
     launcher ends them when this process exits."""
-    if world.size == 1 or not dist.is_initialized():
+    if not dist.is_initialized() or world.control is None:
         return
     dist.barrier(group=world.control)
     dist.destroy_process_group()

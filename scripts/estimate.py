@@ -274,7 +274,7 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
             f"context (a fixed guess) {_gib(memory.context)} GiB: "
             + ("no setting changes the guess" if guess else _more_processes(config, plan, limit))
         )
-        gpus = max(2, options.gpus)  # one process uses no engine, and so offloads nothing
+        gpus = max(2, options.gpus)  # one process has an engine only if it names one
         for words in (["parallel.offload=cpu"], OFFLOADED):
             try:
                 moved = load_config(options.config, [*options.overrides, *words])

@@ -304,7 +304,7 @@ def plans(config: Config, nproc: int) -> tuple[Config, Plan, Plan]:
         )
     batch = {"global_batch_size": nproc, "micro_batch_size": 1}  # rows are our own
     config = config.model_copy(update={"train": config.train.model_copy(update=batch)})
-    refuse_sharded(config, nproc)
+    refuse_sharded(config, f"{nproc} processes")
     small = shrunk(config)
     plan, alone = (
         dataclasses.replace(make_plan(c, world, cuda=cuda), dtype="float32", compile=False)

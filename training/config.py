@@ -271,8 +271,9 @@ class ParallelConfig(Strict):
     """across_nodes: a node's ranks share the node's experts and tokens travel between nodes.
     within_node: tokens travel between the ranks of a node, and every node holds all experts."""
     engine: Literal["auto", "fsdp2", "deepspeed"] = "auto"
-    """ZeRO-3 by PyTorch's FSDP2 or by DeepSpeed. auto: deepspeed where something is offloaded or
-    its Adam is asked for, else fsdp2."""
+    """ZeRO-3 by PyTorch's FSDP2 or by DeepSpeed. auto: none for one process; of several, deepspeed
+    where something is offloaded or its Adam is asked for, else fsdp2. One that is named is used by
+    one process too."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where gradients, master weights and moments lie and the update runs: on the device, in host
     memory, or, but for gradients, in files of `offload_path`."""
@@ -501,7 +502,7 @@ class Plan:
     mesh: MeshPlan
     """Who holds what."""
     engine: str | None
-    """"fsdp2" or "deepspeed"; None for one process, which needs none."""
+    """"fsdp2" or "deepspeed"; None for one process that names none."""
     exchange: ExpertParallelOptions
     """How tokens travel to experts of other processes."""
     offload: Offload
@@ -562,20 +563,21 @@ def make_plan(
             "here: auto, reference, spmm"
         )
     dtype = train.dtype if train.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
-    if world_size > 1:
-        refuse_sharded(config, world_size)
-    check_states(config, dtype, world_size)
+    mesh, engine, exchange, offload = plan_layout(
+        config, world_size, device, hosts, micro_batch, rows // micro_batch
+    )
+    if engine is not None:
+        several = f"{world_size} processes"
+        refuse_sharded(config, several if world_size > 1 else f"parallel.engine={engine}")
+    check_states(config, dtype)
     if config.model.save == "fp8_h" and dtype != "bfloat16":
         raise ConfigError(
             f"model.save='fp8_h' needs train.dtype='bfloat16', this run's is {dtype!r}; allowed "
             "here: h, x"
         )
-    mesh, engine, exchange, offload = plan_layout(
-        config, world_size, device, hosts, micro_batch, rows // micro_batch
-    )
     check_rounding(config, micro_batch)
     if train.cuda_graph:
-        check_graph(config, device, dtype, world_size, rows // micro_batch)
+        check_graph(config, device, dtype, rows // micro_batch)
     if train.steps is not None:
         check_routers(config, train.steps)
     return Plan(

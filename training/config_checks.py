@@ -443,48 +443,54 @@ def check_rounding(config: Config, rows: int) -> None:
         )
 
 
-def refuse_sharded(config: Config, world_size: int) -> None:
-    """ConfigError for a model that several processes cannot share."""
+def refuse_sharded(config: Config, sharing: str) -> None:
+    """ConfigError for what needs a model whole in one process.
+
+    Args:
+        sharing: what shares it, for the message: "4 processes", "parallel.engine=fsdp2".
+    """
     for place, value in (
         ("train.sparse_density", config.train.sparse_density),
         ("log.activation_threshold", config.log.activation_threshold),
     ):
         if value is not None:
             raise ConfigError(
-                f"{place}={value:g} works in one process only, as experts are split over the "
-                f"{world_size} processes of this run; leave it out"
+                f"{place}={value:g} works in one process only and without an engine, and this run "
+                f"has {sharing}; leave it out"
             )
     widths = config.model.config.moe_expert_widths
     if widths is not None:
         raise ConfigError(
-            f"model.moe_expert_widths={widths!r} works in one process only, as experts are split "
-            f"over the {world_size} processes of this run by their number; leave it out"
+            f"model.moe_expert_widths={widths!r} works in one process only and without an engine, "
+            f"and this run has {sharing}; leave it out"
         )
-    check_importance(config, world_size)
-
-
-def check_states(config: Config, dtype: str, world_size: int) -> None:
-    """ConfigError for narrow optimizer states where there are none: of a model that is not narrow
-    itself, and under the sharding engines, whose AdamW is their own."""
-    for place in ("optim.weights", "optim.moments"):
+    check_importance(config, sharing)
+    for place in ("optim.weights", "optim.moments"):  # AdamW of the engines is their own
         value, default = _value(config, place), _default(config, place)
-        if value == default:
-            continue
-        if world_size > 1:
+        if value != default:
             raise ConfigError(
-                f"{place}={value!r} works in one process only, and this run has {world_size}; "
-                f"allowed: {default}"
+                f"{place}={value!r} works in one process only and without an engine, and this run "
+                f"has {sharing}; allowed: {default}"
             )
-        if dtype != "bfloat16":
+    if config.train.cuda_graph:
+        raise ConfigError(
+            f"train.cuda_graph=true cannot go with {sharing}; allowed: one process, without an "
+            "engine"
+        )
+
+
+def check_states(config: Config, dtype: str) -> None:
+    """ConfigError for narrow optimizer states of a model that is not narrow itself."""
+    for place in ("optim.weights", "optim.moments"):
+        value = _value(config, place)
+        if value != _default(config, place) and dtype != "bfloat16":
             raise ConfigError(
                 f"{place}={value!r} needs a bfloat16 model, and this run computes in {dtype}: "
                 "set train.dtype=bfloat16, or leave it out"
             )
 
 
-def check_graph(
-    config: Config, device: str, dtype: str, world_size: int, accumulation: int
-) -> None:
+def check_graph(config: Config, device: str, dtype: str, accumulation: int) -> None:
     """ConfigError for what cannot be captured as a CUDA graph, by name."""
     router, width = config.router, config.model.config.head_dim
     noisy = (
@@ -496,7 +502,6 @@ def check_graph(
     counted = router.balance_scope == "global" and (router.balance_coef or router.score == "relu")
     refused = (
         (device != "cuda", f"a run on {device}", "a CUDA device"),
-        (world_size > 1, f"{world_size} processes", "one"),
         (dtype != "bfloat16", f"train.dtype={dtype}", "bfloat16"),
         (
             config.model.kernels in ("reference", "spmm"),

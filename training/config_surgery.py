@@ -198,13 +198,13 @@ def check_surgery(config: Config) -> None:
     follow_events(config)
 
 
-def check_importance(config: Config, world_size: int) -> None:
+def check_importance(config: Config, sharing: str) -> None:
     """ConfigError for an importance that needs an expert whole in one process."""
     how = config.surgery.importance
     if chosen_by_importance(config) and how in ("reap", "taylor"):
         raise ConfigError(
-            f"surgery.importance={how!r} works in one process only, as experts are split "
-            f"over the {world_size} processes of this run; allowed: gate_mass, load"
+            f"surgery.importance={how!r} works in one process only and without an engine, and "
+            f"this run has {sharing}; allowed: gate_mass, load"
         )
 
 

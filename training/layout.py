@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def plan_layout(
     config: Config, world_size: int, device: str, hosts: int, micro_batch: int, accumulation: int
 ) -> tuple[MeshPlan, str | None, ExpertParallelOptions, Offload]:
-    """Layout, engine (None for one process), exchange and what lies outside of the device; no
-    process group is needed for it.
+    """Layout, engine (None for one process that names none), exchange and what lies outside of the
+    device; no process group is needed for it.
 
     Args:
         micro_batch: rows of a process's forward pass.

@@ -421,11 +421,11 @@ def test_no_gathered_weight_outlives_loading(results):
         assert before != pytest.approx(after)
 
 
-def test_one_process_uses_no_engine():
+def test_one_process_that_names_no_engine_uses_none():
     mesh = build_mesh(plan_mesh(1, num_experts=8), torch.device("cpu"))
     model = tiny.build(tiny.config())
-    with pytest.raises(ValueError, match=r"parallel\.engine=fsdp2 needs several processes"):
-        make_engine("fsdp2", model, mesh, [], [], tiny.guard_of(), num_terms=1)
+    with pytest.raises(ValueError, match=r"parallel\.engine=auto means no engine for one process"):
+        make_engine("auto", model, mesh, [], [], tiny.guard_of(), num_terms=1)
 
 
 def test_refusals(results):

@@ -430,7 +430,7 @@ def test_timeout_reaches_the_process_group(tiny_config, monkeypatch):
     class Asked(BaseException):
         pass
 
-    def start(device, timeout_s):
+    def start(device, timeout_s, **_):
         raise Asked(timeout_s)
 
     monkeypatch.setattr(train, "start", start)

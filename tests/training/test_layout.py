@@ -140,9 +140,19 @@ def test_a_folder_to_offload_to_is_made(tmp_path):
     Offload().check_folder()
 
 
-def test_one_process_offloads_nothing(tiny_config):
-    with pytest.raises(ConfigError, match=r"parallel\.offload=cpu needs several processes"):
-        plan(tiny_config, "parallel.offload=cpu", world=1)
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+def test_c17_an_engine_that_is_named_is_used_by_one_process(tiny_config, engine):
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    both = ("parallel.offload=cpu", "parallel.offload_weights=cpu")
+    assert plan(tiny_config, world=1).engine is None
+    assert plan(tiny_config, f"parallel.engine={engine}", world=1).engine == engine
+    assert plan(tiny_config, f"parallel.engine={engine}", *both, world=1).engine == engine
+    with pytest.raises(ConfigError, match=r"parallel\.offload=cpu needs an engine"):
+        plan(tiny_config, *both, world=1)
+    for word in ("train.sparse_density=0.5", "optim.moments=bfloat16", "train.cuda_graph=true"):
+        with pytest.raises(ConfigError, match=f"parallel.engine={engine}"):
+            plan(tiny_config, f"parallel.engine={engine}", word, world=1)
 
 
 def test_adam_kernels_that_cannot_be_built_are_refused_with_the_remedy(tiny_config, monkeypatch):
