@@ -48,11 +48,16 @@ def compile_blocks(model: nn.Module, *, changes: int = 0, **options: Any) -> Non
 
     The number of documents in a batch is marked as dynamic, so packing does not recompile.
 
+    The compiler does not choose by timing what changes the order of sums: otherwise two starts
+    whose measurements fell out differently would train different bits (seen: two runs of the
+    quickstart on one GPU, each with an empty compile cache, parted in their first step).
+
     Args:
         changes: how often the computation will be another (experts per token by a schedule, a
             limit that ends). PyTorch stops compiling after eight and would go on slowly.
     """
     model.compiled = True
+    torch._inductor.config.deterministic = True
     # training, the pass that counts loads, and evaluation are computations of their own
     torch._dynamo.config.recompile_limit = max(
         torch._dynamo.config.recompile_limit, 8 + 3 * changes

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from models.build import parameter_kinds
-from models.first_weights import DEFAULT
+from models.first_weights import DEFAULT, FirstWeights
 from moe.control import begin_step
 from moe.layer import MoE
 from moe.router import gates_at
@@ -91,7 +91,7 @@ def batches_of(config: Config, plan: Plan, folder: Path) -> tuple[object, list[l
     return tokenizer, steps
 
 
-def draw_on_device(model: nn.Module, seed: int) -> None:
+def draw_on_device(model: nn.Module, seed: int, first: FirstWeights = DEFAULT) -> None:
     """Initial weights of the right size, drawn on the model's device in a second: those of a run
     come from the CPU, reproducible for any layout, and take a minute for seven billion."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
@@ -102,7 +102,7 @@ def draw_on_device(model: nn.Module, seed: int) -> None:
         elif kind == "bias":
             weight.zero_()
         else:
-            std = DEFAULT.std(model.config, name, kind)
+            std = first.std(model.config, name, kind)
             for piece in weight:
                 piece.normal_(0.0, std, generator=generator)
 

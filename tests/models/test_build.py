@@ -264,3 +264,9 @@ def test_every_change_of_the_routing_may_be_compiled() -> None:
     with torch._dynamo.config.patch(recompile_limit=8):  # monkeypatch's undo would delete it
         compile_blocks(build_model(config, control=control), changes=control.changes)
         assert torch._dynamo.config.recompile_limit == 8 + 3 * 7
+
+
+def test_compiling_does_not_choose_by_timing_what_changes_sums(monkeypatch) -> None:
+    monkeypatch.setattr(torch._inductor.config, "deterministic", False)
+    compile_blocks(build_model(tiny_config("qwen3_moe")), backend="eager")
+    assert torch._inductor.config.deterministic
