@@ -249,9 +249,9 @@ def chains() -> list[Chain]:
             "two processes",
             (
                 Step(
-                    "torchrun --standalone --nproc-per-node=2 train.py configs/quickstart.yaml "
-                    "parallel.nodes=2 run.device=cpu train.steps=50 run.name=two train.steps=10 "
-                    f"{EVERY_5} train.compile=false",
+                    "env GPUS=2 bash scripts/launch/one_host.sh configs/quickstart.yaml "
+                    "parallel.nodes=2 parallel.expert=2 run.device=cpu train.steps=50 run.name=two "
+                    f"train.steps=10 {EVERY_5} train.compile=false",
                     checks=(learns("two"),),
                 ),
             ),
