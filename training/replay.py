@@ -30,7 +30,6 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +40,9 @@ from models.execution import apply_checkpointing, products_are_kept
 from models.transformer import Block
 from moe.control import begin_step
 from moe.kernels._triton import as_on_gpu
+
+
+RMS_NORM = F.rms_norm
 
 
 class Allocations(TorchDispatchMode):
@@ -122,7 +124,7 @@ def replay(
     with contextlib.ExitStack() as stack:
         if gpu:
             stack.enter_context(as_on_gpu())
-            stack.enter_context(_FusedNorms())
+            stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _give_shapes_without_content(model)
         apply_checkpointing(model, checkpointing)
@@ -157,19 +159,25 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class _FusedNorms(TorchFunctionMode):
-    """RMS norms as CUDA has them, in one operator; on a CPU they are several."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.rms_norm:
-            return _fused_rms_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    """`F.rms_norm` on CUDA: one operator, in eager code; a compiler makes several of it."""
+    return (_FusedNorm.apply if get_proxy_mode() is None else RMS_NORM)(x, shape, weight, eps)
 
 
-def _fused_rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor, eps: float
-) -> Tensor:
-    return torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+class _FusedNorm(torch.autograd.Function):
+    """What `aten::_fused_rms_norm` allocates and keeps on CUDA: of a CPU's tensors PyTorch makes
+    several operators of it, too, which keep the normalized values beside their input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+        rstd = x.new_empty((*x.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, torch.empty_like(weight), None
 
 
 def _give_shapes_without_content(model: nn.Module) -> None:
