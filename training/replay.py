@@ -41,7 +41,6 @@ from models.transformer import Block
 from moe.control import begin_step
 from moe.kernels._triton import as_on_gpu
 
-
 RMS_NORM = F.rms_norm
 
 
