@@ -203,10 +203,12 @@ class SharedExpert(nn.Module):
             inner = F.silu(inner)
         elif self.activation in ("geglu", "gelu"):
             inner = F.gelu(inner)
-        else:
+        elif self.activation == "relu2":
+            inner = F.relu(inner).square()
+        elif self.activation == "reglu":
             inner = F.relu(inner)
-        if self.activation == "relu2":
-            inner = inner.square()
+        else:
+            raise NotImplementedError(f"activation={self.activation!r} has no formula here")
         if self.gate_proj is not None:
             inner = inner * self.up_proj(x)
         return self.down_proj(inner)

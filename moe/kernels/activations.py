@@ -53,14 +53,21 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
 
+def _no_branch(kind: str) -> NotImplementedError:
+    return NotImplementedError(f"activation={kind!r} stands in WIDTH but has no formula here")
+
+
 def _act_(x: Tensor, kind: str) -> Tensor:
     """The inner function; may overwrite x."""
     if kind in ("swiglu", "silu"):
         return torch.nn.functional.silu(x, inplace=True)
     if kind in ("geglu", "gelu"):
         return torch.nn.functional.gelu(x)
-    x = x.relu_()
-    return x.square_() if kind == "relu2" else x
+    if kind == "relu2":
+        return x.relu_().square_()
+    if kind == "reglu":
+        return x.relu_()
+    raise _no_branch(kind)
 
 
 def _act_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -76,7 +83,9 @@ def _act_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if kind == "relu2":
         r = x.relu()
         return r.square(), r.mul_(2.0)
-    return x.relu(), (x > 0).to(x.dtype)
+    if kind == "reglu":
+        return x.relu(), (x > 0).to(x.dtype)
+    raise _no_branch(kind)
 
 
 def activation_ref(h_RH: Tensor, kind: str) -> Tensor:

@@ -14,6 +14,7 @@ from moe.kernels.activations import (
     activation_ref,
     activation_width,
 )
+from moe.layer import SharedExpert
 from tests.moe.kernels.grouped_cases import activate_by_hand
 
 needs_interpreter = pytest.mark.skipif(
@@ -95,3 +96,16 @@ def test_device_code_equals_autograd(kind: str):
     (slope_want,) = torch.autograd.grad(want.sum(), y)
     for got, expected in ((f, want), (g, want), (slope, slope_want)):
         torch.testing.assert_close(got.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+def test_c8_a_name_without_a_formula_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    mlp = SharedExpert(8, 4, "silu")
+    mlp.activation = "tanh"
+    monkeypatch.setitem(WIDTH, "tanh", 1)
+    h = torch.randn(3, 8)
+    with pytest.raises(NotImplementedError, match="tanh"):
+        activation_ref(h, "tanh")
+    with pytest.raises(NotImplementedError, match="tanh"):
+        activation_backward_ref(h, h, "tanh")
+    with pytest.raises(NotImplementedError, match="tanh"):
+        mlp(h)
