@@ -74,7 +74,7 @@ def loss_backend(tensor: Tensor) -> str:
 
 # Logits of one chunk on a GPU: 1 GiB in fp32. With fewer tokens the matrix products are small, and
 # every chunk reads and writes the weight's whole gradient once. Forward and backward on an H200
-# with T=16384, D=2048, V=151936, bf16 (python scripts/bench_loss.py): 97 ms in chunks of 256, 59
+# with T=16384, D=2048, V=151936, bf16 (python scripts/bench/loss.py): 97 ms in chunks of 256, 59
 # of 1024, 52 of 2048, 53 of 4096; plain PyTorch operations 82, Liger-Kernel 0.8.5 93.
 _GPU_LOGITS = 1 << 28
 

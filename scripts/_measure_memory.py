@@ -21,11 +21,11 @@ from unittest import mock
 
 import torch
 
-from moe.control import begin_step
 from parallel import World
-from scripts.bench_train import batches_of, draw_on_device, timed
+from scripts.bench.harness import step_seconds
+from scripts.bench.train import draw_on_device, one_step, text_batches
 from training.assemble import make_trainee, model_config
-from training.loop import agree_on_step, train_step
+from training.data import load_tokenizer
 
 if TYPE_CHECKING:
     from training.config import Config, Plan
@@ -55,7 +55,7 @@ def measure(config: Config, plan: Plan, steps: int, breakdown: Path | None = Non
     """Train `WARMUP + steps` steps on this machine's GPU.
 
     Args:
-        config: with the bundled novel as its data (`scripts.bench_train.TEXT`).
+        config: with the bundled novel as its data (`scripts.bench.train.TEXT`).
         breakdown: folder for a table of what was allocated at the peak, by where in the code.
     """
     device = torch.device("cuda")
@@ -68,29 +68,25 @@ def measure(config: Config, plan: Plan, steps: int, breakdown: Path | None = Non
             "all", context="all", stacks="python", max_entries=4_000_000
         )
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer, batches = batches_of(config, plan, Path(folder))
+        tokenizer = load_tokenizer(config.data, Path(folder) / "tokenizer")
+        batches = text_batches(config, plan, tokenizer, 4)
     architecture = model_config(config, tokenizer)
     with mock.patch("training.assemble.init_weights", draw_on_device):
         trainee = make_trainee(config, architecture, plan, device, config.train.steps or 1000)
-    begin_step(trainee.model, 1)
+    train = one_step(trainee, config, World(), device, lr=1e-5)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     states = torch.cuda.memory_allocated()
-    world, peaks = World(), []
+    peaks = []
 
     def step(number: int) -> None:
         if number == WARMUP:
             peaks.append(torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
-        rows = batches[number % len(batches)]
-        train_step(
-            trainee.forward, trainee.optimizer, rows, agree_on_step(world, rows, False),
-            step=number + 1, lr=1e-5, router=config.router, world=world, device=device,
-            graph=trainee.graph,
-        )  # fmt: skip
+        train(number + 1, batches[number % len(batches)])
 
-    seconds = timed(step, steps, WARMUP, device)
+    seconds = step_seconds(step, steps, WARMUP)
     peaks.append(torch.cuda.max_memory_allocated())
     reserved = torch.cuda.memory_reserved()
     if breakdown is not None:

@@ -132,7 +132,7 @@ def show(title: str, rows: list[tuple[str, str, str]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.measure:
-        from scripts.bench_train import TEXT
+        from scripts.bench.train import TEXT
 
         options.overrides = [*TEXT, *options.overrides]
     try:

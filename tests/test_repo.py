@@ -43,7 +43,12 @@ def tracked(pattern: str = "") -> list[Path]:
 
 SOURCES = tracked(".py")
 PACKAGE_SOURCES = [p for p in SOURCES if p.relative_to(ROOT).parts[0] in PACKAGES]
-SCRIPTS = sorted(p for p in (ROOT / "scripts").iterdir() if p.suffix in (".py", ".sh"))
+SCRIPTS = sorted(
+    path
+    for folder in ("scripts", "scripts/bench")
+    for path in (ROOT / folder).iterdir()
+    if path.suffix in (".py", ".sh")
+)
 
 
 def name(path: Path) -> str:
@@ -193,9 +198,12 @@ def test_no_large_files():
     assert not large
 
 
+NO_PROGRAMS = ("_setup.sh", "_sweep_report.py", "_measure_memory.py", "harness.py", "peers.py")
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
 def test_every_script_answers_help(path, monkeypatch, capfd):
-    if path.name in ("_setup.sh", "_moe_layers.py", "_sweep_report.py", "_measure_memory.py"):
+    if path.name in NO_PROGRAMS:
         pytest.skip("is used by other scripts")
     if path.suffix == ".sh":
         done = subprocess.run(["bash", str(path), "--help"], timeout=60, check=False)

@@ -149,7 +149,7 @@ def candidates(kernel: str, dtype: torch.dtype, bm: int | None) -> list[Config]:
 
 
 def trials(kernel: str) -> list[Config]:
-    """What `scripts/bench_moe.py --tune` measures: the configurations of 16-bit types, and more.
+    """What `scripts/bench/moe.py --tune` measures: the configurations of 16-bit types, and more.
 
     A trial moves to the tables above once it was right and fastest on a card.
     """

@@ -1114,7 +1114,7 @@ def _division(T: int, E: int, k: int, groups: int, groups_kept: int, contiguous:
     sizes["BT"] = warps * 32 // fast["LANES"]
     sizes["BX"] = max(1, min(sizes["BT"], 1024 // width))
     # With four threads a row, stage two takes one tile at once: on an H200 at T=65536, E=128, K=8
-    # four tiles at once take 77 us instead of 53 (bench_router.py --tune --shapes 7).
+    # four tiles at once take 77 us instead of 53 (bench/router.py --tune --shapes 7).
     sub = 1 if fast["LANES"] == 4 else min(4, fast["LANES"])
     while sub > 1 and sub * sizes["BT"] * 264 > T:
         sub //= 2

@@ -209,7 +209,7 @@ EAGER = "train.compile=false"
     ],
 )
 def test_a5_peaks_are_those_measured_on_one_h200(name, words, gib):
-    """Of scripts/bench_train.py and of scripts/estimate.py --measure."""
+    """Of scripts/bench/train.py and of scripts/estimate.py --measure."""
     config = load_config(f"configs/{name}.yaml", words)
     memory = process_memory(config, make_plan(config, cuda=True))
     assert (memory.total - memory.context) / 2**30 == pytest.approx(gib, rel=0.03)

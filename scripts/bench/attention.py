@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Attention over packed documents: speed and error of what PyTorch has, forward and backward.
 
-    python scripts/bench_attention.py configs/olmoe_1b_7b.yaml
-    python scripts/bench_attention.py configs/qwen3_30b_a3b.yaml --rows 8
+    python scripts/bench/attention.py configs/olmoe_1b_7b.yaml
+    python scripts/bench/attention.py configs/qwen3_30b_a3b.yaml --rows 8
 
 Heads are those of the config, lengths those of real rows (documents of the bundled novel).
 
@@ -13,32 +13,40 @@ Heads are those of the config, lengths those of real rows (documents of the bund
 
 TFLOP/s count 4 C operations for each pair of a query and a key that it sees, and 10 C backward.
 Errors (norms, against float64 on the longest document and the shortest) are of the output and the
-three gradients, the largest. Times are medians of device time with the host's own where that is
-longer.
+three gradients, the largest. Times are medians on a cold L2 cache, the host's where that is longer.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from bench_train import TEXT, batches_of
 from torch import Tensor
 
 from models.attention import causal_attention, packed_attention
 from models.documents import Documents
-from training.config import ConfigError, load_config, make_plan
-from training.config_load import expand_home, user_path
+from scripts.bench.harness import (
+    Table,
+    finish,
+    header,
+    make_parser,
+    median_ms,
+    parse,
+    relative_error,
+)
+from scripts.bench.train import text_batches, text_config, text_plan
+from training.config_load import expand_home
+from training.data import load_tokenizer
 
+COLUMNS = (
+    "method:6s | forward ms:8.3f | forward TFLOP/s:6.0f | backward ms:8.3f | "
+    "backward TFLOP/s:6.0f | error:.1e"
+)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -114,21 +122,18 @@ def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, (q, k, v), grad.double())]
 
 
-def median_ms(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    seconds = []
-    for number in range(repeats + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if number >= 3:
-            seconds.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(seconds)
-
-
-def measure(name: str, run: Attention, tensors, grad, pieces, wanted, pairs: float, repeats: int):
+def measure(
+    row: dict,
+    run: Attention,
+    tensors: list[Tensor],
+    grad: Tensor,
+    pieces: list[slice],
+    wanted: list[list[Tensor]],
+    pairs: float,
+    repeats: int,
+) -> None:
+    """Times, speeds and the largest error, over documents at `pieces` of which exact results are
+    wanted."""
     q, k, v = tensors
     out = run(q, k, v)
 
@@ -137,42 +142,33 @@ def measure(name: str, run: Attention, tensors, grad, pieces, wanted, pairs: flo
 
     found = [out, *backward()]
     errors = [
-        ((a[piece].double() - b).norm() / b.norm()).item()
+        relative_error(a[piece], b)
         for piece, exact_ones in zip(pieces, wanted)
         for a, b in zip(found, exact_ones)
     ]
+    if errors:
+        row["error"] = max(errors)
+    clock = {"fewest": repeats, "most": repeats, "device": q.device}
     with torch.no_grad():
-        forward_ms = median_ms(lambda: run(q, k, v), q.device, repeats)
-    backward_ms = median_ms(backward, q.device, repeats)
+        row["forward ms"] = median_ms(lambda: run(q, k, v), **clock)
+    row["backward ms"] = median_ms(backward, **clock)
     flops = 4 * pairs * q.shape[1] * q.shape[2]
-    rates = flops / forward_ms / 1e9, 2.5 * flops / backward_ms / 1e9
-    print(
-        f"{name:6s} forward {forward_ms:8.3f} ms {rates[0]:6.0f} TFLOP/s   backward "
-        f"{backward_ms:8.3f} ms {rates[1]:6.0f} TFLOP/s"
-        + (f"   error {max(errors):.1e}" if errors else ""),
-        flush=True,
-    )
+    row["forward TFLOP/s"] = flops / row["forward ms"] / 1e9
+    row["backward TFLOP/s"] = 2.5 * flops / row["backward ms"] / 1e9
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, "bench_attention", small=False)
     parser.add_argument("config", type=expand_home)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=user_path, default=Path("runs/bench_attention"))
-    args = parser.parse_intermixed_args(arguments)
+    args = parse(parser, arguments)
     rows = [f"train.{key}_batch_size={args.rows}" for key in ("global", "micro")]
-    try:
-        config = load_config(args.config, [*TEXT, *rows, *args.overrides])
-        plan = make_plan(config)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    batch = batches_of(config, plan, args.out)[1][0][0]
+    config = text_config(args.config, [*rows, *args.overrides])
+    plan = text_plan(config)
+    tokenizer = load_tokenizer(config.data, args.out / "tokenizer")
+    batch = text_batches(config, plan, tokenizer, 1)[0][0]
     device = torch.device(plan.device)
     documents, length = batch.documents.to(device), config.data.seq_len
     model = config.model.config
@@ -187,25 +183,22 @@ def main(arguments: list[str] | None = None) -> int:
     tensors = [draw(count).requires_grad_() for count in (heads, kv_heads, kv_heads)]
     grad = draw(heads)
     lengths = documents.lengths
-    print(
+    header(
         f"{heads} heads, {kv_heads} of keys and values, width {model.head_dim}; {len(lengths)} "
-        f"documents of {min(lengths)} to {max(lengths)} tokens in {args.rows} rows; {plan.dtype}, "
-        f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}, "
-        f"torch {torch.__version__}"
+        f"documents of {min(lengths)} to {max(lengths)} tokens in {args.rows} rows; {plan.dtype}"
     )
     ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    chosen = {lengths.index(max(lengths)), lengths.index(min(lengths))}
-    pieces = [slice(ends[n], ends[n + 1]) for n in sorted(chosen)]
+    chosen = sorted({lengths.index(max(lengths)), lengths.index(min(lengths))})
+    pieces = [slice(ends[n], ends[n + 1]) for n in chosen]
     wanted = [exact(*(part[p] for part in (*tensors, grad))) for p in pieces]
     pairs = sum(count * (count + 1) / 2 for count in lengths)
     whole = args.rows * length * (length + 1) / 2
+    table = Table(args, "attention", COLUMNS, documents=lengths)
     for name, run in backends(documents, args.rows, length, device).items():
         others = ([], [], whole) if name == "rows" else (pieces, wanted, pairs)
-        try:
-            measure(name, run, tensors, grad, *others, args.repeats)
-        except (RuntimeError, ValueError) as error:
-            print(f"{name:6s} cannot: {str(error).splitlines()[0][:150]}", flush=True)
-    return 0
+        with table.row(method=name) as row:
+            measure(row, run, tensors, grad, *others, args.repeats)
+    return finish(args)
 
 
 if __name__ == "__main__":

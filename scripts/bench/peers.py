@@ -1,6 +1,7 @@
-"""The contenders of `bench_moe.py`: Tessera's layer, torch's, its peers, and the cuBLAS bound.
+"""What benchmarks stand beside: torch's own MoE layer, SonicMoE, ScatterMoE, Liger, transformers.
 
-Also how all of them are timed and compared. A peer that cannot be imported raises ImportError.
+Also Tessera's layer in the same form, and the cuBLAS bound. A peer that cannot be imported raises
+ImportError.
 
 Shape letters: T tokens, D model width, N expert width, E experts, K experts per token.
 """
@@ -8,9 +9,6 @@ Shape letters: T tokens, D model width, N expert width, E experts, K experts per
 from __future__ import annotations
 
 import functools
-import itertools
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -22,89 +20,21 @@ from moe.kernels.router_logits import router_logits
 from moe.kernels.topk_gating import topk_gating, topk_routing
 from moe.rounding import RoundingConfig, round_tokens
 from moe.routing import Routing
+from scripts.bench.harness import DEVICE, median_ms
 
 BF16 = torch.bfloat16
 
 Layer = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x, router weight, w1, w2 -> out
 
 
-# ------------------------------------------------------------------------------------------ measure
-
-
-@functools.cache
-def _l2() -> Tensor:
-    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-
-def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """The same work as one CUDA graph: what it costs the device, whatever the host is doing.
-
-    For a backward no autograd graph of the same leaves may be alive: its nodes that take gradients
-    are of the stream that they were made on, and the capture would have to wait for that.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def median_ms(run: Callable[[], object], seconds: float = 0.4, most: int = 60) -> float:
-    """Median milliseconds of a call with a cold L2 cache."""
-    run()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    once = max(time.perf_counter() - began, 1e-4)
-    repeats = max(3, min(most, int(seconds / once)))
-    for _ in range(min(3, repeats)):
-        run()
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in marks:
-        _l2().zero_()
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in marks)
-
-
-def busy_clock(run: Callable[[], object], ms: float) -> int | None:
-    """MHz of the multiprocessors while `run`, which takes `ms`, repeats for a third of a second;
-    None where nvidia-ml-py is not installed."""
-    for _ in range(int(350 / ms)):
-        run()
-    time.sleep(0.25)
-    try:
-        return torch.cuda.clock_rate()
-    except ModuleNotFoundError:
-        return None
-    finally:
-        torch.cuda.synchronize()
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
-
-
-# ------------------------------------------------------------------------------------------- layers
-
-
 def operands(shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, router weight (float32), w1 interleaved, w2; activations of order one."""
     T, D, N, E, _ = shape
     torch.manual_seed(seed)
-    x = torch.randn(T, D, device="cuda", dtype=BF16)
-    router = torch.randn(E, D, device="cuda") * D**-0.5
-    w1 = torch.empty(E, 2 * N, D, device="cuda", dtype=BF16).normal_(std=D**-0.5)
-    w2 = torch.empty(E, D, N, device="cuda", dtype=BF16).normal_(std=N**-0.5)
+    x = torch.randn(T, D, device=DEVICE, dtype=BF16)
+    router = torch.randn(E, D, device=DEVICE) * D**-0.5
+    w1 = torch.empty(E, 2 * N, D, device=DEVICE, dtype=BF16).normal_(std=D**-0.5)
+    w2 = torch.empty(E, D, N, device=DEVICE, dtype=BF16).normal_(std=N**-0.5)
     return x, router, w1, w2
 
 
@@ -113,7 +43,7 @@ def balanced_choice(T: int, E: int, K: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     first = torch.arange(T) * K
     expert_TK = (first[:, None] + torch.arange(K)[None]) % E
-    return torch.randperm(E, generator=generator)[expert_TK[torch.randperm(T)]].int().cuda()
+    return torch.randperm(E, generator=generator)[expert_TK[torch.randperm(T)]].int().to(DEVICE)
 
 
 class Route:
@@ -124,13 +54,11 @@ class Route:
         self.forced = balanced_choice(T, self.E, self.K) if balanced else None
         self.rounding = rounding
 
-    def choose(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits, expert_TK, gate_TK) with the kernels of this project."""
-        logits = router_logits(x, router)
-        gating = topk_gating(logits, self.K)
-        if self.forced is None:
-            return logits, gating.expert_TK, gating.gate_TK
-        return logits, self.forced, gating.gate_TK
+    def in_torch(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
+        """(gate_TK, expert_TK) in plain torch."""
+        gate_TK, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(self.K, -1)
+        gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
+        return gate_TK, expert_TK if self.forced is None else self.forced
 
     def routing(self, x: Tensor, router: Tensor) -> Routing:
         if self.rounding is not None:
@@ -140,8 +68,8 @@ class Route:
             made_of = (x.detach(), router.detach(), "auto")
             gating, meta = topk_routing(router_logits(x, router), self.K, made_of=made_of)
             return Routing.from_topk(gating.expert_TK, gating.gate_TK, self.E, meta=meta)
-        _, expert_TK, gate_TK = self.choose(x, router)
-        return Routing.from_topk(expert_TK, gate_TK, self.E)
+        gating = topk_gating(router_logits(x, router), self.K)
+        return Routing.from_topk(self.forced, gating.gate_TK, self.E)
 
 
 def ours(shape, route: Route, save: str = "h", backend: str = "auto") -> Layer:
@@ -157,10 +85,7 @@ def torch_grouped(shape, route: Route, compiled: bool) -> Layer:
     grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
     def layer(x, router, w1, w2):
-        gates, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(K, -1)
-        if route.forced is not None:
-            expert_TK = route.forced
-        gates = gates / gates.sum(-1, keepdim=True)
+        gates, expert_TK = route.in_torch(x, router)
         flat = expert_TK.reshape(-1).long()
         order = flat.argsort(stable=True)
         counts = torch.zeros(E, dtype=torch.int64, device=x.device).scatter_add_(
@@ -180,13 +105,11 @@ def torch_grouped(shape, route: Route, compiled: bool) -> Layer:
 
 def eager(shape, route: Route, halves: bool = False) -> Layer:
     """A loop over the experts in plain torch; halves: gate rows of w1 first, then up rows."""
-    _, _, N, E, K = shape
+    _, _, N, E, _ = shape
 
     def layer(x, router, w1, w2):
-        gates, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(K, -1)
-        if route.forced is not None:
-            expert_TK = route.forced
-        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        gates, expert_TK = route.in_torch(x, router)
+        gates = gates.to(x.dtype)
         out = torch.zeros_like(x)
         for e in range(E):
             token, k = torch.where(expert_TK == e)
@@ -224,10 +147,8 @@ def scatter(shape, route: Route) -> Layer:
     K = shape[4]
 
     def layer(x, router, w1, w2):
-        gates, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(K, -1)
-        if route.forced is not None:
-            expert_TK = route.forced
-        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        gates, expert_TK = route.in_torch(x, router)
+        gates = gates.to(x.dtype)
         sorted_ids, sorted_slots, ends = scattermoe.kernels.ops.flatten_sort_count(
             expert_TK.long(), w1.shape[0]
         )
@@ -244,13 +165,8 @@ def scatter(shape, route: Route) -> Layer:
 def liger(shape, route: Route) -> Layer:
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-    K = shape[4]
-
     def layer(x, router, w1, w2):
-        gates, expert_TK = F.softmax(x.float() @ router.t(), -1).topk(K, -1)
-        if route.forced is not None:
-            expert_TK = route.forced
-        gates = gates / gates.sum(-1, keepdim=True)
+        gates, expert_TK = route.in_torch(x, router)
         return LigerFusedMoEFunction.apply(x, w1, w2, expert_TK.int(), gates)
 
     return layer
@@ -272,58 +188,11 @@ PEERS: dict[str, Callable] = {
 GATE_ROWS_FIRST = {"Liger"}  # reads w1 as gate rows, then up rows
 
 
-def exact_tiles(x, w1, w2, h, a, r: Routing) -> dict[str, Callable]:
-    """For each product: outputs → (part of an output, its float32 value) for a few experts.
-
-    The first, the largest and the last expert with rows: full products of all would not fit.
-    """
-    bounds = r.offsets_E1.tolist()
-    counts = [end - start for start, end in itertools.pairwise(bounds)]
-    used = [e for e, n in enumerate(counts) if n]
-    picked = sorted({used[0], max(used, key=lambda e: counts[e]), used[-1]})
-    token = r.token_R.long()
-    gates = r.gates_S.detach()[r.slot_R.long()]
-
-    def spans():
-        for e in picked:
-            yield e, slice(bounds[e], bounds[e + 1])
-
-    def up(out):
-        for e, s in spans():
-            want = x[token[s]].float() @ w1[e].float().t()
-            yield out[0][s], want
-            yield out[1][s], F.silu(want[:, 0::2]) * want[:, 1::2]
-
-    def d_h(out):
-        dots = out[2]
-        for e, s in spans():
-            wide = h[s].float().requires_grad_()
-            act = F.silu(wide[:, 0::2]) * wide[:, 1::2]
-            da = x[token[s]].float() @ w2[e].float()
-            (dh,) = torch.autograd.grad(act, wide, da * gates[s, None])
-            yield out[0][s], dh
-            yield out[1][s], act.detach() * gates[s, None]
-            yield dots[r.slot_R[s].long()], (da * act.detach()).sum(1)
-
-    return {
-        "up": up,
-        "down": lambda out: ((out[0][s], a[s].float() @ w2[e].float().t()) for e, s in spans()),
-        "dH": d_h,
-        "dX": lambda out: ((out[0][s], h[s].float() @ w1[e].float()) for e, s in spans()),
-        "dW2": lambda out: (
-            (out[0][e], x[token[s]].float().t() @ a[s].float()) for e, s in spans()
-        ),
-        "dW1": lambda out: (
-            (out[0][e], h[s].float().t() @ x[token[s]].float()) for e, s in spans()
-        ),
-    }
-
-
 def cublas_products(shape) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Operands of the layer's dense products of equal groups; dH: of dA alone."""
     T, D, N, E, K = shape
     M = T * K // E
-    made = functools.partial(torch.randn, device="cuda", dtype=BF16)
+    made = functools.partial(torch.randn, device=DEVICE, dtype=BF16)
     x, h, a = made(E, M, D), made(E, M, 2 * N), made(E, M, N)
     w1, w2 = made(E, 2 * N, D), made(E, D, N)
     return {
@@ -338,3 +207,47 @@ def cublas_bound(shape) -> tuple[float, float]:
     ms = {name: median_ms(lambda p=p: torch.bmm(*p), seconds=0.15) for name, p in products.items()}
     forward = ms["up"] + ms["down"]
     return forward, sum(ms.values()) - forward
+
+
+# ---- whole models --------------------------------------------------------------------------------
+
+
+def transformers_step(
+    architecture: dict, steps: list, rows: int, compiled: bool, device: torch.device
+) -> tuple[str, Callable[[int], None]]:
+    """(version, training step by its number) of a model in transformers.
+
+    Args:
+        architecture: the fields of its config.json.
+        steps: micro-batches of each step, used in turn.
+        rows: of its own micro-batches.
+    """
+    import transformers
+
+    given = dict(architecture)
+    hf = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(
+            hf, dtype=BF16, attn_implementation="sdpa"
+        )
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("grouped_mm")
+    model.train()
+    if compiled:
+        model.compile()
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+    tokens: list[list[Tensor]] = [
+        [part for batch in batches for part in batch.tokens_BL.to(device).split(rows)]
+        for batches in steps
+    ]
+
+    def step(number: int) -> None:
+        for tokens_BL in tokens[number % len(tokens)]:
+            loss = model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss
+            (loss / len(tokens[0])).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return transformers.__version__, step

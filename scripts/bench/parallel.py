@@ -1,9 +1,15 @@
 #!/usr/bin/env python3
 """What expert parallelism costs, and how much of the exchange hides behind the experts.
 
+<<<<<<< HEAD:scripts/bench_parallel.py
     python scripts/bench_parallel.py layer --nproc 4                  CUDA: one rank per GPU
     python scripts/bench_parallel.py layer --nproc 4 --cpu --row-us 40
     python scripts/bench_parallel.py engine --nproc 4 configs/x.yaml parallel.expert=4
+=======
+    python scripts/bench/parallel.py layer --nproc 4                  CUDA: one rank per GPU
+    python scripts/bench/parallel.py layer --nproc 4 --cpu --row-us 40
+    python scripts/bench/parallel.py engine --nproc 4 configs/x.yaml parallel.nodes=2
+>>>>>>> 30e8727 (Benchmarks share one harness under scripts/bench; two by two is a test; the toy of amplitudes goes):scripts/bench/parallel.py
 
 layer: one MoE layer, forward and backward, in every mode of travelling. Beside the time of a mode:
 that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that
@@ -23,7 +29,6 @@ experts to the same load. --small takes the narrow model of scripts/verify.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -34,14 +39,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe import MoE, MoEConfig
-from moe.control import begin_step
 from parallel.expert_parallel import (
     ExpertParallelOptions,
     ParallelExperts,
@@ -53,12 +57,25 @@ from parallel.processes import run_processes
 from parallel.transport import Pending, Split, Transport
 from parallel.world import joined
 from scripts import verify
-from scripts.bench_train import TEXT, force_balance
+from scripts.bench.harness import (
+    DEVICE,
+    Span,
+    Table,
+    covered,
+    elapsed_ms,
+    finish,
+    hold,
+    make_parser,
+    mark,
+    parse,
+    wait,
+)
+from scripts.bench.train import balance, one_step, text_batches, text_config, text_plan
 from training.assemble import make_trainee, model_config
-from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
+from training.config import Config, Plan
 from training.config_load import expand_home, user_path
-from training.data import Batch, build_data, load_tokenizer
-from training.loop import agree_on_step, read_window, train_step
+from training.data import Batch, load_tokenizer
+from training.loop import read_window
 
 MODES = {
     "whole, pull": {"schedule": "whole", "transport": "pull"},
@@ -73,6 +90,15 @@ MODES = {
     "2 chunks, pull": {"chunks": 2, "transport": "pull"},
     "4 chunks, pull": {"chunks": 4, "transport": "pull"},
 }
+LAYER = (
+    "mode:26s | forward ms:.3f | backward ms:.3f | free forward ms:.3f | free backward ms:.3f | "
+    "rows sent:.0f | alone ms:.3f | forward hidden:.2f | backward hidden:.2f | 3 passes ms:.3f | "
+    "computing ms:.3f | moving ms:.3f | beside kernels:.2f"
+)
+ENGINE = (
+    "engine:18s | building s:.1f | step s:.3f | tokens/s:,.0f | peak GiB:.1f | free step s:.3f | "
+    "alone s:.3f | hidden:.2f | losses:s"
+)
 
 
 @dataclass(frozen=True)
@@ -188,8 +214,8 @@ def bench_layer(
             for kind, parallel in layers.items():  # in turn, as clocks drift
                 times[kind].append(_pass(parallel, x, device, ahead))
         for kind in kinds:
-            row[f"{kind}forward ms"] = 1e3 * statistics.median(t[0] for t in times[kind][2:])
-            row[f"{kind}backward ms"] = 1e3 * statistics.median(t[1] for t in times[kind][2:])
+            row[f"{kind}forward ms"] = statistics.median(t[0] for t in times[kind][2:])
+            row[f"{kind}backward ms"] = statistics.median(t[1] for t in times[kind][2:])
         sent = kinds["free "]
         row["rows sent"] = sent.rows / (repeats + 2) / 4  # out and back, twice
         row["alone ms"] = _alone(
@@ -213,38 +239,26 @@ def bench_layer(
 
 
 def _pass(layer: MoE, x: Tensor, device: torch.device, ahead: bool) -> tuple[float, float]:
-    """Seconds of one forward and one backward, all ranks starting together.
+    """Milliseconds of one forward and one backward, all ranks starting together.
 
     Args:
         ahead: hold the device back until the host has queued both.
     """
     dist.barrier()
-    _wait_for(device)
+    wait(device)
     if ahead:
-        torch.cuda._sleep(HOLD)
-    marks = [_mark(device)]
+        hold(HOLD)
+    marks = [mark(device)]
     y, _ = layer(x)
-    marks.append(_mark(device))
+    marks.append(mark(device))
     y.backward(torch.ones_like(y))
-    marks.append(_mark(device))
-    _wait_for(device)
-    return _between(*marks[:2]), _between(*marks[1:])
+    marks.append(mark(device))
+    wait(device)
+    return elapsed_ms(*marks[:2]), elapsed_ms(*marks[1:])
 
 
 HOLD = 120_000_000
 """Cycles, some 60 ms: longer than a host takes for a pass."""
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(start: Any, stop: Any) -> float:
-    return stop - start if isinstance(start, float) else start.elapsed_time(stop) / 1e3
 
 
 def _traced(
@@ -256,11 +270,11 @@ def _traced(
     with torch.profiler.profile() as profile:
         dist.barrier()
         if ahead:
-            torch.cuda._sleep(4 * HOLD)
+            hold(4 * HOLD)
         for _ in range(3):
             y, _ = layer(x)
             y.backward(torch.ones_like(y))
-        _wait_for(device)
+        wait(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     profile.export_chrome_trace(str(path))
     moving, computing = [], []
@@ -281,8 +295,8 @@ def _traced(
         print(f"one column is {(stop - start) / 1e3 / COLUMNS:.3f} ms; # all of it, : half, . less")
         for what, spans in (("computes", computing), ("moves", moving)):
             print(f"{what:>9} |{_timeline(spans, start, stop)}|")
-    total, busy = _length(moving), _length(computing)
-    both = total + busy - _length(moving + computing)
+    total, busy = covered(moving), covered(computing)
+    both = total + busy - covered(moving + computing)
     return {
         "3 passes ms": (stop - start) / 1e3,
         "computing ms": busy / 1e3,
@@ -294,24 +308,15 @@ def _traced(
 COLUMNS = 120
 
 
-def _timeline(spans: list[tuple[float, float]], start: float, stop: float) -> str:
+def _timeline(spans: list[Span], start: float, stop: float) -> str:
     """How much of each of `COLUMNS` equal times the spans cover."""
     each, text = (stop - start) / COLUMNS, ""
     for column in range(COLUMNS):
         low, high = start + column * each, start + (column + 1) * each
         cut = [(max(a, low), min(b, high)) for a, b in spans if a < high and b > low]
-        share = _length(cut) / each
+        share = covered(cut) / each
         text += "#" if share > 0.95 else ":" if share > 0.5 else "." if share > 0.02 else " "
     return text
-
-
-def _length(spans: list[tuple[float, float]]) -> float:
-    """Of the union."""
-    length, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        length += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return length
 
 
 def _alone(
@@ -330,10 +335,10 @@ def _alone(
     sent = x.detach().new_zeros(each * steps * size, x.shape[1])
     for _ in range(repeats + 1):
         dist.barrier()
-        _wait_for(x.device)
+        wait(x.device)
         if ahead:
-            torch.cuda._sleep(HOLD // 4)
-        start = _mark(x.device)
+            hold(HOLD // 4)
+        start = mark(x.device)
         wire = Measured(inner, False, row_s)
         for back in (False, True):
             flights = []
@@ -348,15 +353,10 @@ def _alone(
                 flights.append(wire.start(sent[: sum(split.send)], split))
             for flight in flights:
                 flight.wait()
-        stop = _mark(x.device)
-        _wait_for(x.device)
-        times.append(_between(start, stop))
-    return 1e3 * statistics.median(times[1:])
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        stop = mark(x.device)
+        wait(x.device)
+        times.append(elapsed_ms(start, stop))
+    return statistics.median(times[1:])
 
 
 # ---- whole steps ---------------------------------------------------------------------------------
@@ -373,30 +373,19 @@ def bench_engine(
     trainee = make_trainee(
         config, model_config(config, tokenizer), plan, device, steps=config.train.steps or 1000
     )
-    begin_step(trainee.model, 1)
     if balanced:
-        for module in trainee.model.modules():
-            if isinstance(module, MoE):
-                module.routing_hook = force_balance
-    data = build_data(config.data, tokenizer, seed=config.run.seed)
-    stream = data.steps(
-        global_batch_size=config.train.global_batch_size, micro_batch_size=plan.micro_batch_size,
-        rank=world.rank, world=world.size, steps=steps + 2, pin_memory=plan.device == "cuda",
-    )  # fmt: skip
-    given = [list(batches) for batches in stream]
-    stream.close()
+        balance(trainee.model)
+    step = one_step(trainee, config, world, device, config.optim.lr)
+    given = text_batches(config, plan, tokenizer, steps + 2, world)
     building = time.perf_counter() - started
     times: list[float] = []
 
     def train(number: int, batches: list[Batch]) -> tuple[float, float]:
         dist.barrier()
-        _wait_for(device)
+        wait(device)
         start = time.perf_counter()
-        result = train_step(
-            trainee.forward, trainee.optimizer, batches, agree_on_step(world, batches, stop=False),
-            step=number, lr=config.optim.lr, router=config.router, world=world, device=device,
-        )  # fmt: skip
-        _wait_for(device)
+        result = step(number, batches)
+        wait(device)
         times.append(time.perf_counter() - start)
         metrics = read_window([result], world, trainee.optimizer.guard.skipped).metrics
         return metrics["loss"], metrics["grad_norm"]
@@ -453,10 +442,8 @@ def _exposed(trainee, train, given, times: list[float], seconds: float, plan: Pl
 # ---- the program ---------------------------------------------------------------------------------
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser(__doc__, "bench_parallel", small=False)
     parser.add_argument("what", choices=("layer", "engine"))
     parser.add_argument("config", type=expand_home, nargs="?", help="engine: YAML file")
     parser.add_argument("overrides", nargs="*", help="engine: section.key=value")
@@ -476,59 +463,53 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--routing", default="real", choices=("real", "balanced"))
     parser.add_argument("--exposed", action="store_true", help="engine: share that is hidden")
     parser.add_argument("--small", action="store_true", help="engine: narrow model")
-    parser.add_argument("--json", type=user_path, help="write the numbers there")
-    given = parser.parse_intermixed_args(arguments)
+    parser.add_argument("--json", type=user_path, help="write the numbers there, not under --out")
+    given = parse(parser, arguments)
     if given.nproc < 1:
         parser.error(f"--nproc={given.nproc} must be at least 1")
-    device_type = "cpu" if given.cpu or not torch.cuda.is_available() else "cuda"
+    if given.modes is not None and not any(re.search(given.modes, name) for name in MODES):
+        parser.error(f"--modes={given.modes!r} finds none of {', '.join(MODES)}")
+    device_type = "cpu" if given.cpu else DEVICE.type
+    about: dict[str, Any] = {"nproc": given.nproc}
     if given.what == "engine":
-        try:
-            config = load_config(given.config, [*TEXT, "data.workers=0", *given.overrides])
-            if given.small:
-                config = verify.shrunk(config)
-                vocabulary = {"vocab_size": 4096}
-                small = config.model.config.model_copy(update=vocabulary)
-                config = config.model_copy(
-                    update={"model": config.model.model_copy(update={"config": small})}
-                )
-            plan = make_plan(config, given.nproc, cuda=device_type == "cuda")
-        except ConfigError as error:
-            fail(error)
+        columns = ENGINE
+        config = text_config(given.config, ["data.workers=0", *given.overrides])
+        if given.small:
+            config = verify.shrunk(config)
+            small = config.model.config.model_copy(update={"vocab_size": 4096})
+            model = config.model.model_copy(update={"config": small})
+            config = config.model_copy(update={"model": model})
+        plan = text_plan(config, given.nproc, cuda=device_type == "cuda")
         print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
         if given.exposed and plan.mesh.expert == 1:
             print("error: --exposed: the experts of this layout are not split", file=sys.stderr)
             return 2
         with tempfile.TemporaryDirectory() as folder:
-            table = run_processes(
+            rows = run_processes(
                 given.nproc, bench_engine, config, plan, given.repeats,
                 given.routing == "balanced", given.exposed, folder, device_type=plan.device,
                 timeout_s=given.timeout,
             )  # fmt: skip
     else:
+        columns = LAYER
         if device_type == "cuda":
             # OLMoE's layer
             shape = LayerShape(given.tokens or 16384, 2048, 1024, 64, 8, 0, "bfloat16")
         else:
             shape = LayerShape(given.tokens or 1024, 128, 64, 16, 4, 256, "float32")
+        about["shape"] = asdict(shape)
         print(f"{given.nproc} processes on {device_type}, {shape}, {given.row_us} us a row")
-        table = run_processes(
+        rows = run_processes(
             given.nproc, bench_layer, shape, given.nodes or given.nproc, device_type,
             given.row_us / 1e6, given.repeats, given.modes, given.traces, device_type=device_type,
             timeout_s=given.timeout,
         )[0]  # fmt: skip
-    columns = list(table[0])
-    texts = [
-        [f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in table
-    ]
-    widths = [max(map(len, column)) for column in zip(columns, *texts)]
-    for line in (columns, *texts):
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        extra = {"shape": asdict(shape)} if given.what == "layer" else {}
-        given.json.write_text(json.dumps({"rows": table, "nproc": given.nproc, **extra}, indent=1))
-    return 0
+    table = Table(given, given.what, columns, given.json, **about)
+    for values in rows:
+        with table.row(**values):
+            pass
+    return finish(given)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
