@@ -69,7 +69,7 @@ def parse(
     """
     args = parser.parse_intermixed_args(arguments)
     args.command = list(sys.argv[1:] if arguments is None else arguments)
-    args.began, args.failed = time.perf_counter(), 0
+    args.began, args.failed, args.written = time.perf_counter(), 0, {}
     if DEVICE.type == "cpu":
         for flag in gpu_only:
             if getattr(args, flag):
@@ -395,6 +395,7 @@ class Table:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         result = {**machine(), "command": self.args.command, **self.about, "rows": self.rows}
         self.path.write_text(json.dumps(result, indent=1))
+        self.args.written[str(self.path)] = len(self.rows)
 
 
 def cell(text: str, key: str, form: str) -> str:
@@ -414,7 +415,8 @@ def in_time() -> Iterator[None]:
 
 def finish(args: argparse.Namespace) -> int:
     """The exit code, 1 if a row failed."""
-    print(f"written to {args.out}")
+    if args.written:
+        print("written to " + ", ".join(args.written))
     if args.failed:
         hint = "" if args.verbose else "; --verbose shows where"
         print(f"error: {args.failed} rows failed{hint}", file=sys.stderr)

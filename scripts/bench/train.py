@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from models.build import parameter_kinds
-from models.first_weights import DEFAULT
+from models.first_weights import FirstWeights
 from moe.control import begin_step
 from moe.layer import MoE
 from moe.router import gates_at
@@ -143,7 +143,7 @@ def one_step(
 # ---- one device ----------------------------------------------------------------------------------
 
 
-def draw_on_device(model: nn.Module, seed: int) -> None:
+def draw_on_device(model: nn.Module, seed: int, first: FirstWeights) -> None:
     """Initial weights of the right size, drawn on the model's device in a second: those of a run
     come from the CPU, reproducible for any layout, and take a minute for seven billion."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
@@ -154,7 +154,7 @@ def draw_on_device(model: nn.Module, seed: int) -> None:
         elif kind == "bias":
             weight.zero_()
         else:
-            std = DEFAULT.std(model.config, name, kind)
+            std = first.std(model.config, name, kind)
             for piece in weight:
                 piece.normal_(0.0, std, generator=generator)
 

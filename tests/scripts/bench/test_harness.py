@@ -18,7 +18,12 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def args(tmp_path):
     return Namespace(
-        out=tmp_path / "new", command=["--x"], verbose=False, failed=0, began=time.perf_counter()
+        out=tmp_path / "new",
+        command=["--x"],
+        verbose=False,
+        failed=0,
+        written={},
+        began=time.perf_counter(),
     )
 
 

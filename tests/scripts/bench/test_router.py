@@ -50,7 +50,7 @@ def test_kernels_are_summed_by_name(monkeypatch, tmp_path):
     events = [(0, 4, "gate(int)"), (5, 7, "gate(long)"), (8, 9, "at::fill"), (9, 10, "Memset")]
     monkeypatch.setattr(bench, "device_events", lambda run: run() and events)
     args = bench.make_parser("", "x").parse_args(["--out", str(tmp_path)])
-    args.command, args.failed = [], 0
+    args.command, args.failed, args.written = [], 0, {}
     table = bench.Table(args, "kernels", bench.COLUMNS["kernels"])
     bench.bench_kernels(table, [(8, 4, 2)], rounding=False)
     assert table.rows == [{"T": 8, "E": 4, "K": 2, "kernel": "gate", "us": 3}]
