@@ -1,15 +1,9 @@
 #!/usr/bin/env python3
 """What expert parallelism costs, and how much of the exchange hides behind the experts.
 
-<<<<<<< HEAD:scripts/bench_parallel.py
-    python scripts/bench_parallel.py layer --nproc 4                  CUDA: one rank per GPU
-    python scripts/bench_parallel.py layer --nproc 4 --cpu --row-us 40
-    python scripts/bench_parallel.py engine --nproc 4 configs/x.yaml parallel.expert=4
-=======
     python scripts/bench/parallel.py layer --nproc 4                  CUDA: one rank per GPU
     python scripts/bench/parallel.py layer --nproc 4 --cpu --row-us 40
-    python scripts/bench/parallel.py engine --nproc 4 configs/x.yaml parallel.nodes=2
->>>>>>> 30e8727 (Benchmarks share one harness under scripts/bench; two by two is a test; the toy of amplitudes goes):scripts/bench/parallel.py
+    python scripts/bench/parallel.py engine --nproc 4 configs/x.yaml parallel.expert=4
 
 layer: one MoE layer, forward and backward, in every mode of travelling. Beside the time of a mode:
 that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that

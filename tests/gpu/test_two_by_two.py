@@ -28,6 +28,7 @@ from training.logging import read_lines
 ROOT = Path(__file__).resolve().parents[2]
 CPU = os.environ.get("TESSERA_TWO_BY_TWO") == "cpu"
 STEPS, SAVED = 12, 4
+HALVES = ["parallel.nodes=2", "parallel.expert=2"]
 
 pytestmark = [
     *([] if CPU else [pytest.mark.gpu]),
@@ -78,7 +79,7 @@ def test_steps_of_both_engines_and_placements_are_exact(kind, placement, tmp_pat
         pytest.importorskip("deepspeed")
     told = run(
         tmp_path, "verify", "scripts/verify.py", "configs/olmoe_1b_7b.yaml", "--nproc", "4",
-        "parallel.nodes=2", "parallel.expert=2", f"parallel.engine={kind}",
+        *HALVES, f"parallel.engine={kind}",
         f"parallel.expert_placement={placement}", *(["run.device=cpu"] if CPU else []),
     )  # fmt: skip
     print(told.strip().splitlines()[-1])
@@ -90,7 +91,7 @@ def test_scaling_of_olmoe_over_one_two_and_four(tmp_path):
     size = "data.seq_len=64" if CPU else "data.seq_len=4096"
     alone: dict[str, float] = {}
     for nproc in (1, 2, 4):
-        split = ["parallel.nodes=2", "parallel.schedule=whole"] if nproc > 1 else []
+        split = [*HALVES, "parallel.schedule=whole"] if nproc > 1 else []
         if split and not CPU:
             split.append("parallel.transport=pull")
         for routing in ("real", "balanced"):
@@ -117,7 +118,7 @@ def test_scaling_of_olmoe_over_one_two_and_four(tmp_path):
 def test_a_model_of_30b_fits_as_estimated(tmp_path):
     """Qwen3-30B-A3B, ZeRO-3 over all four."""
     config = "configs/qwen3_30b_a3b.yaml"
-    words = ["parallel.nodes=1", "train.micro_batch_size=1", "train.global_batch_size=4",
+    words = ["parallel.nodes=1", "parallel.expert=1", "train.micro_batch_size=1", "train.global_batch_size=4",
              "train.checkpointing=full", "optim.lr=5e-5"]  # fmt: skip
     words.append("data.seq_len=64" if CPU else "data.seq_len=4096")
     told = run(tmp_path, "estimate", "scripts/estimate.py", config, "--gpus", "4", *words)
@@ -155,9 +156,9 @@ def ended(process: subprocess.Popen, folder: Path, name: str) -> dict[int, tuple
 def test_a_killed_run_resumes_by_itself_and_with_half_the_processes(tmp_path):
     """One process of four is killed, and the run resumes from its checkpoint, bit for bit; then
     two processes resume from that checkpoint."""
-    whole = ended(torchrun(tmp_path, "whole", 4, "parallel.nodes=2"), tmp_path, "whole")
+    whole = ended(torchrun(tmp_path, "whole", 4, *HALVES), tmp_path, "whole")
     killed = tmp_path / "runs/killed"
-    process = torchrun(tmp_path, "killed", 4, "parallel.nodes=2")
+    process = torchrun(tmp_path, "killed", 4, *HALVES)
     end = time.monotonic() + 1200
     while last_step(killed) < SAVED + 1:
         assert process.poll() is None, (tmp_path / "killed.log").read_text()[-3000:]

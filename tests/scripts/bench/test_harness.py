@@ -147,9 +147,9 @@ def test_events_are_those_of_the_last_call(monkeypatch):
 
 
 def test_figures(tmp_path):
-    harness.plot(
-        tmp_path / "bars.png", {"a": {"x": {"p": 1.0, "q": 2.0}, "y": {"q": 3.0}}, "b": {}}
-    )
-    harness.plot(tmp_path / "lines.png", {"a": {"x": {1.0: 2.0, 10.0: 3.0}}}, baseline=1.0)
+    bars = [("x", {"p": 1.0, "q": 2.0}), ("y", {"q": 3.0})]
+    harness.plot(tmp_path / "bars.png", {"a": bars, "b": []})
+    lines = [("x, one", {1.0: 2.0, 10.0: 3.0}), ("x, two", {1.0: 1.0})]
+    harness.plot(tmp_path / "lines.png", {"a": lines}, baseline=1.0)
     for name in ("bars", "lines"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +113,23 @@ def test_timeline_has_gaps(monkeypatch):
         {"name": "one", "us": 10, "gap us": 0},
         {"name": "two", "us": 6, "gap us": 4},
     ]
+
+
+def test_e23_the_legend_lies_on_no_bar(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    file = Path(__file__).resolve().parents[3] / "docs" / "img" / "moe.json"
+    bench_moe.plot_speeds(tmp_path / "moe.png", json.loads(file.read_text())["rows"])
+    (figure,) = drawn
+    assert all(axes.get_legend() is None for axes in figure.axes)
+    (legend,) = figure.legends
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
+    heights = [bar.get_height() for axes in figure.axes for bar in axes.patches]
+    assert min(heights) > 0, "no gaps: every series was measured at every shape"
 
 
 def test_exact_tiles_are_those_of_the_products():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ def test_small_run(tmp_path, capsys):
         kind: json.loads((tmp_path / f"{kind}.json").read_text())["rows"]
         for kind in ("spmm", "summary", "moe", "layer", "widths")
     }
-    assert all((tmp_path / f"{kind}.png").stat().st_size > 1000 for kind in ("spmm", "moe"))
+    assert (tmp_path / "spmm.png").stat().st_size > 1000
     rows = [row for kind in ("spmm", "moe", "layer", "widths") for row in result[kind]]
     assert not [row["failed"] for row in rows if "failed" in row]
     assert all(row["error"] < 1e-5 for row in rows)
@@ -75,3 +76,25 @@ def test_sizes_that_are_none(capsys):
             module.main(["--small", *words])
         assert stop.value.code == 2
         assert f"argument {words[0]}: {words[1]!r} is not " in capsys.readouterr().err
+
+
+def test_e23_the_picture_has_a_legend_however_many_shapes(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    file = Path(__file__).resolve().parents[3] / "docs" / "img" / "spmm.json"
+    result = json.loads(file.read_text())
+    module.draw(tmp_path / "spmm.png", result["spmm"], result["moe"])
+    (figure,) = drawn
+    left, right = figure.axes
+    assert len(left.lines) > 21
+    (legend,) = figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert "over cuSPARSE, single entries" in named and "over dense cuBLAS, blocks of 64" in named
+    looks = {(line.get_color(), line.get_linestyle()) for line in left.lines[:-1]}
+    assert len(looks) == len([name for name in named if name.startswith("over ")])
+    assert "dispatch" in named and right.patches
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
