@@ -118,8 +118,8 @@ def test_scaling_of_olmoe_over_one_two_and_four(tmp_path):
 def test_a_model_of_30b_fits_as_estimated(tmp_path):
     """Qwen3-30B-A3B, ZeRO-3 over all four."""
     config = "configs/qwen3_30b_a3b.yaml"
-    words = ["parallel.nodes=1", "parallel.expert=1", "train.micro_batch_size=1", "train.global_batch_size=4",
-             "train.checkpointing=full", "optim.lr=5e-5"]  # fmt: skip
+    words = ["parallel.nodes=1", "parallel.expert=1", "train.micro_batch_size=1",
+             "train.global_batch_size=4", "train.checkpointing=full", "optim.lr=5e-5"]  # fmt: skip
     words.append("data.seq_len=64" if CPU else "data.seq_len=4096")
     told = run(tmp_path, "estimate", "scripts/estimate.py", config, "--gpus", "4", *words)
     expected = float(re.search(r"^  all +([\d.]+)$", told, re.M)[1])
