@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.test_torchrun import children, curve, last_step
+from tests.distributed.test_launched import children, curve, last_step
 from training.logging import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -155,3 +155,26 @@ def test_exact_tiles_are_those_of_the_products():
     for name, out in outputs.items():
         for got, want in exact[name](out):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels on a CPU")
+def test_tuning_measures_every_product_with_its_error(tmp_path, monkeypatch):
+    trials = bench_moe._tiles.trials
+    monkeypatch.setattr(bench_moe._tiles, "trials", lambda kernel: list(trials(kernel))[:1])
+    monkeypatch.setattr(bench_moe, "busy_clock", lambda run, ms: None)
+    monkeypatch.setattr(bench_moe, "median_ms", lambda run, **_: (run(), 1.0)[1])
+    for module in (bench_moe, peers):  # the interpreter has no bfloat16
+        monkeypatch.setattr(module, "BF16", torch.float32)
+    monkeypatch.setattr(bench_moe, "hopper_launches", lambda *_: {})
+    args = bench_moe.make_parser("", "x").parse_args(["--out", str(tmp_path), "--verbose"])
+    more = {"command": [], "failed": 0, "written": {}, "zeros": False, "kernels": []}
+    vars(args).update(more, routings=[False], tier="triton")
+    table = bench_moe.Table(args, "tune", bench_moe.COLUMNS["tune"])
+    bench_moe.tune(args, table, [("small", (64, 32, 32, 4, 2))])
+    assert not args.failed, [row for row in table.rows if "failed" in row]
+    ours = [row for row in table.rows if row["config"].startswith("triton")]
+    assert [row["kernel"] for row in ours] == ["up", "down", "dH", "dX", "dW2", "dW1"]
+    assert all(row["error"] < 1e-2 and not row["wrong"] for row in ours)
+    assert [row["config"] for row in table.rows if row["kernel"] == "combine"] == [
+        "weighted", "plain"
+    ]  # fmt: skip
