@@ -132,6 +132,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+# Families whose tied embeddings other engines load wrongly.
+UNTIED = ("olmoe", "glm4_moe")
 # Fields that no family has: what they say is exact in the weights of an exported folder.
 _OWN = ("moe_expert_widths",)
 # Token ids of the families' public tokenizers. They are meant for those tokenizers only, so they
@@ -411,9 +413,11 @@ def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
 def _normal_rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
     """{"rope_type": "linear", "factor": f}, or None for the default type. 4.x files say `type`."""
     kind = raw.get("rope_type", raw.get("type", "default"))
-    rest = {key: value for key, value in raw.items() if key not in ("rope_type", "type", "factor")}
+    # transformers reads the original length for other types only
+    own = ("rope_type", "type", "factor", "original_max_position_embeddings")
+    rest = {key: value for key, value in raw.items() if key not in own}
     if kind == "default":
-        if rest or raw.get("factor", 1) != 1:
+        if rest or raw.get("factor") not in (None, 1):
             said = ", ".join(f"{key}={value!r}" for key, value in raw.items())
             raise UserError(
                 f"rope_scaling with {said} scales nothing without rope_type: linear; allowed: "
@@ -474,15 +478,22 @@ def _problems(c: ModelConfig):
     if c.family == "mixtral" and not c.norm_topk_prob:
         yield "norm_topk_prob=false: mixtral always renormalises; allowed: true"
     if c.num_experts_per_tok == 1 and c.norm_topk_prob:
-        yield (
-            "num_experts_per_tok=1 with norm_topk_prob=true makes every gate 1 and gives the "
-            "router no gradient; set norm_topk_prob=false or more experts per token"
-        )
+        if c.family == "mixtral":
+            yield (
+                "num_experts_per_tok=1: mixtral renormalises, which makes every gate 1 and gives "
+                "the router no gradient; allowed: at least 2, or family=qwen3_moe with "
+                "norm_topk_prob=false"
+            )
+        else:
+            yield (
+                "num_experts_per_tok=1 with norm_topk_prob=true makes every gate 1 and gives the "
+                "router no gradient; set norm_topk_prob=false or more experts per token"
+            )
     if c.family == "glm4_moe":
         yield from _group_problems(c)
     if c.moe_expert_widths is not None:
         yield from _width_problems(c)
-    if c.tie_word_embeddings and c.family in ("olmoe", "glm4_moe"):
+    if c.tie_word_embeddings and c.family in UNTIED:
         yield (
             f"tie_word_embeddings=true: vLLM and SGLang load a tied {c.family} wrongly; "
             "allowed: false"

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from models.config import _HF_TOKEN_IDS, _OWN, FAMILY_DEFAULTS, Family, _normal_rope_scaling
+from models.config import (
+    _HF_TOKEN_IDS,
+    _OWN,
+    FAMILY_DEFAULTS,
+    UNTIED,
+    Family,
+    _normal_rope_scaling,
+)
 from models.errors import UserError
 
 if TYPE_CHECKING:
@@ -91,6 +98,29 @@ _BOOKKEEPING = frozenset(
         "num_mtp_layers",
     ]
 )
+# Features of other families, by the values that switch them off. Tools that write one config.json
+# for many families leave such keys behind.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "qkv_bias": (False,),
+    "use_qk_norm": (False,),
+    "norm_topk_prob": (True,),  # of mixtral, which always renormalises
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "routed_scaling_factor": (1, 1.0),
+}
+# A family that always norms queries and keys says so with true.
+_FAMILY_NEUTRAL: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("qwen3_moe", "use_qk_norm"): (True,),
+    ("olmoe", "use_qk_norm"): (True,),
+}
 
 
 def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -114,8 +144,10 @@ def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> di
             continue  # _one_of, _rope_fields and _refuse_unsupported read them
         if key in own or key in _OWN:
             fields[key] = value
-        elif key not in _BOOKKEEPING:
+        elif key not in _BOOKKEEPING and not _changes_nothing(key, value, family):
             unknown.append(key)
+    if fields.get("tie_word_embeddings") is True and family in UNTIED:
+        fields["tie_word_embeddings"] = False  # load_weights gives both matrices the same values
     if unknown:
         names = ", ".join(sorted(unknown))
         raise UserError(
@@ -128,6 +160,16 @@ def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> di
         if isinstance(fields.get(key), int) and not isinstance(fields[key], bool):
             fields[key] = float(fields[key])
     return fields
+
+
+def _changes_nothing(key: str, value: Any, family: str) -> bool:
+    """Whether a key that the family does not have says only that a feature is as the family has
+    it.
+    """
+    if value is None:
+        return True
+    allowed = _FAMILY_NEUTRAL.get((family, key), _NEUTRAL.get(key, ()))
+    return any(type(value) is type(neutral) and value == neutral for neutral in allowed)
 
 
 def _one_of(raw: dict[str, Any], keys: tuple[str, ...]) -> Any:

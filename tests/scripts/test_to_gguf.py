@@ -1,0 +1,122 @@
+"""scripts/to_gguf.py and scripts/check_engines.py: exported folders in llama.cpp and mistral.rs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from models.build import build_model
+from models.engines import FEATURES
+from models.hf import export_hf
+from tests.models.tiny import FAMILIES, tiny_config
+from training.data.tokenizer import train_tokenizer
+
+GPT2 = {
+    "model": {"type": "BPE"},
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, ""),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [GPT2["pre_tokenizer"]]}}, ""),
+        ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, "splitting rule"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{}, {}]}}, "'Sequence'"),
+        ({"pre_tokenizer": GPT2["pre_tokenizer"] | {"add_prefix_space": True}}, "prefix_space"),
+        ({"pre_tokenizer": None}, "splitting rule"),
+        ({"normalizer": {"type": "NFC"}}, "normalizer 'NFC'"),
+        ({"model": {"type": "Unigram"}}, "'Unigram'"),
+        ({"model": {"type": "BPE", "ignore_merges": True}}, "ignore_merges"),
+    ],
+)
+def test_f4_only_gpt2_splitting_is_named_gpt2(script, change: dict, words: str) -> None:
+    found = script("to_gguf").not_gpt2(GPT2 | change)
+    assert found == "" if not words else words in found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes an export of a family with a tokenizer of its own."""
+
+    def write(family: str, **changes):
+        train_tokenizer(["a whale and a ship at sea"], 288).save(tmp_path / "tokenizer")
+        config = tiny_config(family, vocab_size=288, num_key_value_heads=4, **changes)
+        out = tmp_path / "out"
+        export_hf(build_model(config), out, tokenizer_dir=tmp_path / "tokenizer")
+        return out
+
+    return write
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_f4_exports_convert_to_gguf(script, folder, tmp_path, capsys, family: str) -> None:
+    pytest.importorskip("conversion", reason="pip install -e '.[interop]'")
+    gguf = pytest.importorskip("gguf", reason="pip install -e '.[interop]'")
+    plain = {"attention_bias": False, "mlp_only_layers": []} if family == "qwen3_moe" else {}
+    source, file = folder(family, **plain), tmp_path / "model.gguf"
+    main = script("to_gguf").main
+    assert main([str(source), str(file)]) == 0
+    fields = gguf.GGUFReader(file).fields
+    assert fields["tokenizer.ggml.model"].contents() == "gpt2"
+    assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    written = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
+    assert len(tokens) == 288 and all(tokens[id_] == token for token, id_ in written.items())
+    with pytest.raises(SystemExit):
+        main([str(source), str(file)])
+    assert "exists" in capsys.readouterr().err
+
+
+def test_f4_another_splitting_rule_is_refused(script, folder, tmp_path, capsys) -> None:
+    pytest.importorskip("conversion", reason="pip install -e '.[interop]'")
+    source = folder("mixtral")
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            content["pre_tokenizer"],
+        ],
+    }
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(SystemExit) as stop:
+        script("to_gguf").main([str(source), str(tmp_path / "model.gguf")])
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and told.count("\n") == 1 and "llama.cpp has no such" in told
+    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*partial*"))
+
+
+@pytest.mark.parametrize("row", ["mixtral ", "glm4_moe ", "qwen3_moe norm_topk_prob: false"])
+def test_f6_rows_of_the_table_are_what_engines_do(script, row: str) -> None:
+    check_engines = script("check_engines")
+    engines = check_engines.installed()
+    if not engines:
+        pytest.skip("neither llama.cpp nor mistral.rs is there: pip install -e '.[interop]'")
+    import sys
+
+    feature = next(f for f in FEATURES if f"{f.family} {f.name}" == row)
+    seen = check_engines.check(feature, dict.fromkeys(engines, sys.executable))
+    assert {e: s.kind for e, s in seen.items()} == {e: feature.verdict(e).kind for e in engines}
+
+
+def test_f6_an_engine_that_answers_otherwise_is_found(script) -> None:
+    check_engines = script("check_engines")
+    count = 20
+    reference = {
+        "tokens": list(range(count)),
+        "logprobs": [-1.0] * count,
+        "margins": [1.0] * 15 + [1e-3] * 5,
+        "words": [chr(97 + i) for i in range(count)],
+    }
+    same = {"version": "1", "tokens": list(range(15)) + [0] * 5, "logprobs": [-1.0] * count}
+    assert check_engines.compare(reference, same).kind == "yes"  # what a near tie decides is free
+    for change in ({"tokens": [*range(14), 0, *range(5)]}, {"logprobs": [-1.1] * count}):
+        assert check_engines.compare(reference, same | change).kind == "wrong"
+    text = "abcdefghijklmno"
+    assert check_engines.compare(reference, {"version": "1", "text": text + "zz"}).kind == "yes"
+    assert check_engines.compare(reference, {"version": "1", "text": "x" + text}).kind == "wrong"
+    assert check_engines.compare(reference, {"error": "no such model"}).kind == "no"
