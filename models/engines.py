@@ -88,7 +88,7 @@ FEATURES: tuple[Feature, ...] = (
         {"attention_bias": True},
         {
             "vLLM": wrong("drops the bias of o_proj of a qwen3_moe"),
-            "llama.cpp": no("refuses a qwen3_moe with attention biases"),
+            "llama.cpp": no("does not load a qwen3_moe with attention biases"),
             "mistral.rs": wrong("drops all attention biases of a qwen3_moe"),
         },
     ),
@@ -139,7 +139,7 @@ FEATURES: tuple[Feature, ...] = (
         {"attention_bias": True},
         {
             "vLLM": wrong("drops all attention biases of an olmoe"),
-            "llama.cpp": no("does not convert an olmoe with attention biases"),
+            "llama.cpp": no("does not load an olmoe with attention biases"),
             "mistral.rs": NO_OLMOE,
         },
     ),
@@ -150,6 +150,7 @@ FEATURES: tuple[Feature, ...] = (
         {"rms_norm_eps": 0.05},
         {
             "vLLM": wrong("computes an olmoe with rms_norm_eps 1e-5 whatever its config says"),
+            "llama.cpp": wrong("computes an olmoe with rms_norm_eps 1e-5 whatever its config says"),
             "mistral.rs": NO_OLMOE,
         },
     ),
