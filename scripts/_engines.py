@@ -3,7 +3,7 @@
     PYTHON scripts/_engines.py ENGINE FOLDER NEW_TOKENS PROMPT
 
 Runs in whatever Python environment holds the engine, so it imports nothing of this project but
-scripts/to_gguf.py, which stands alone. Keys: version, and text, or tokens and logprobs (natural
+scripts/to_gguf.py. Keys: version, and text, or tokens and logprobs (natural
 logarithms of the probabilities of the chosen tokens); transformers also tells the words of the
 tokens and the margins, by which the best log-probability exceeds the next.
 """

@@ -32,6 +32,7 @@ import torch
 from models.build import build_model
 from models.config import ModelConfig
 from models.engines import ENGINES, FEATURES, Feature
+from models.errors import UserError
 from models.hf import export_hf
 from training.config_load import fail
 from training.data.tokenizer import train_tokenizer
@@ -194,10 +195,10 @@ def main(arguments: list[str] | None = None) -> int:
     for given in options.engine or installed():
         name, _, python = given.partition("=")
         if name not in MODULES:
-            fail(ValueError(f"--engine {name} is unknown; allowed: {', '.join(MODULES)}"))
+            fail(UserError(f"--engine {name} is unknown; allowed: {', '.join(MODULES)}"))
         engines[name] = python or sys.executable
     if not engines:
-        fail(ValueError("no engine is installed: pip install 'tessera-moe[interop]'"))
+        fail(UserError("no engine is installed: pip install 'tessera-moe[interop]'"))
     differ, versions = 0, {}
     for feature in FEATURES:
         row = f"{feature.family} {feature.name}".strip()

