@@ -49,6 +49,8 @@ def check_router(config: MoEConfig) -> None:
     _check_bias_update(config)
     if config.control.top_k is not None:
         _check_top_k(config)
+    if config.rounding is not None:
+        _check_renorm(config)
     _check_noise(config)
     _check_ends(config)
     if config.importance not in IMPORTANCES:
@@ -101,6 +103,18 @@ def _check_top_k(config: MoEConfig) -> None:
         raise ValueError(
             f"rounding_renorm={rounding.renorm!r} makes gates anew, without those that soft_k=true "
             "fades; allowed with it: tc"
+        )
+
+
+def _check_renorm(config: MoEConfig) -> None:
+    """Evaluation and export take a token's gates as `norm` says; rounding may not train others."""
+    renorm, sums_to_one = config.rounding.renorm, config.norm in RENORMALISED
+    if renorm != "tc" and (renorm == "tr") != sums_to_one:
+        gates = "sum to 1" if sums_to_one else "do not sum to 1"
+        raise ValueError(
+            f"rounding.renorm={renorm!r} does not go with norm={config.norm!r}: the gates of a "
+            f"token {gates} in evaluation and in an export; allowed: tc, "
+            f"{'tr' if sums_to_one else 'none'}"
         )
 
 

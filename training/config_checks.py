@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 
 def router_defaults(config: Config) -> dict[str, Any]:
-    """Values of the router's fields that are empty: by what the family can express."""
+    """Values of the router's fields that are empty: by what the family can express, and nothing
+    for a model without experts."""
     router = config.router
     update = router.bias_update
     if update is None:
         has_bias = config.model.config.has_selection_bias and config.model.config.moe_layers
         update = "quantile" if has_bias else "none"
     score, coef = router.score or config.model.config.router_score, router.balance_coef
-    if coef is None:
+    if coef is None and not config.model.config.moe_layers:
+        coef = 0.0
+    elif coef is None:
         coef = 0.01 if update in ("none", "min_load") and score != "relu" else 0.0
     return {"score": score, "bias_update": update, "balance_coef": coef}
 

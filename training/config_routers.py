@@ -131,10 +131,16 @@ def check_routers(config: Config, steps: int) -> None:
 
 def _refuse_all(config: Config) -> None:
     """A model without experts has no router to set anything of."""
+    filled = {
+        "score": config.model.config.router_score,
+        "bias_update": "none",
+        "balance_coef": 0.0,
+    }
     for key, field in RouterConfig.model_fields.items():
         value, default = getattr(config.router, key), field.get_default(call_default_factory=True)
-        # those that are empty by default have been filled by the family
-        if value != default and key not in ("score", "bias_update", "balance_coef"):
+        # those that are empty by default have been filled
+        default = filled.get(key, default)
+        if value != default:
             raise ConfigError(
                 f"router.{key}={shown(value)} has no effect: no layer of this model has "
                 "experts; leave it out"

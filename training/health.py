@@ -79,41 +79,71 @@ class RoutingHealth:
 
 @dataclass
 class Alarms:
-    """Tells of each lasting fault once, again only after it was over or the run no longer early."""
+    """Tells of each lasting fault once, again only after it was over or the run no longer early.
+
+    Layers that a fault begins in at the same time share one alarm.
+    """
 
     sounding: set[tuple[str, int, bool]] = field(default_factory=set)
 
     def new(
         self, uneven_L: Tensor, narrow_L: Tensor, dead_LE: Tensor, early: bool = False
     ) -> list[dict[str, Any]]:
-        """Alarms that begin now, from counters on the host: fault, MoE layer, steps, early, text.
+        """Alarms that begin now, from counters on the host: fault, MoE layers, the longest of their
+        steps, early, text.
 
         Args:
             early: the run has only begun (`training.logging.early_until`).
         """
+        faults: dict[str, list[tuple[int, int]]] = {
+            "imbalance": _lasting(uneven_L, ALARM_STEPS),
+            "narrow_load": _lasting(narrow_L, ALARM_STEPS),
+            "dead_experts": _lasting(dead_LE.amax(-1), ALARM_DEAD),
+        }
+        dead_L = (dead_LE >= ALARM_DEAD).sum(-1).tolist()
         found: list[dict[str, Any]] = []
-        now: set[tuple[str, int, bool]] = set()
-        calm = "early, often heals by itself: " if early else ""
-
-        def check(kind: str, layer: int, steps: float, after: int, text: str, **more: Any) -> None:
-            if steps < after:
-                return
-            now.add((kind, layer, early))
-            if (kind, layer, early) not in self.sounding:
-                text = f"{calm}MoE layer {layer}: {text} for {steps:.0f} steps"
-                values = {"fault": kind, "layer": layer, "steps": int(steps), "early": early}
-                found.append(values | {"text": text} | more)
-
-        for layer, (uneven, narrow) in enumerate(zip(uneven_L.tolist(), narrow_L.tolist())):
-            text = f"the fullest expert has had over {ALARM_VIOLATION + 1:g} times the mean load"
-            check("imbalance", layer, uneven, ALARM_STEPS, text)
-            text = f"the entropy of the load has been below {ALARM_ENTROPY:g} of an even one's"
-            check("narrow_load", layer, narrow, ALARM_STEPS, text)
-        for layer, dead_E in enumerate(dead_LE):
-            experts = (dead_E >= ALARM_DEAD).nonzero().flatten().tolist()
-            if experts:
-                text = f"{len(experts)} experts have had less than a tenth of the mean load"
-                longest = float(dead_E.max())
-                check("dead_experts", layer, longest, ALARM_DEAD, text, experts=experts[:32])
-        self.sounding = now
+        for kind, layers in faults.items():
+            new = [(layer, n) for layer, n in layers if (kind, layer, early) not in self.sounding]
+            told = early and any(kind == other for other, _, _ in self.sounding)
+            if not new or told:  # early, one line is enough for all layers
+                continue
+            numbers, steps = [layer for layer, _ in new], max(n for _, n in new)
+            dead = sum(dead_L[layer] for layer in numbers)
+            text = {
+                "imbalance": "the fullest expert has had over "
+                f"{ALARM_VIOLATION + 1:g} times the mean load",
+                "narrow_load": f"the entropy of the load has been below {ALARM_ENTROPY:g} of an "
+                "even one's",
+                "dead_experts": f"{dead} expert{'s' * (dead != 1)} had less than a tenth of the "
+                "mean load",
+            }[kind]
+            where = f"MoE layer{'s' * (len(new) > 1)} {_ranges(numbers)}"
+            calm = "early, often heals by itself: " if early else ""
+            alarm = {"fault": kind, "layers": numbers, "steps": steps, "early": early}
+            if kind == "dead_experts":
+                alarm["experts"] = {
+                    str(layer): (dead_LE[layer] >= ALARM_DEAD).nonzero().flatten().tolist()[:32]
+                    for layer in numbers
+                }
+            found.append(alarm | {"text": f"{calm}{where}: {text} for {steps} steps"})
+        self.sounding = {
+            (kind, layer, early) for kind, layers in faults.items() for layer, _ in layers
+        }
         return found
+
+
+def _lasting(steps_L: Tensor, after: int) -> list[tuple[int, int]]:
+    """(layer, steps) of the counters that have reached `after`."""
+    return [(layer, int(n)) for layer, n in enumerate(steps_L.tolist()) if n >= after]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as text: 0 to 3, 5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    shown = (f"{p[0]} to {p[-1]}" if len(p) > 2 else ", ".join(map(str, p)) for p in parts)
+    return ", ".join(shown)

@@ -279,7 +279,7 @@ def load_before(
             return load_LE
         scale_L = torch.where(before_L > 0, tokens.double() / before_L, 0.0)
         return load_LE * scale_L[:, None]
-    if scope != "global" or len(batches) == 1:
+    if scope != "global" or len(batches) == 1 or not routers_of(model):
         return None
     counts_LE = None
     with torch.no_grad(), untouched_rng():
@@ -290,8 +290,6 @@ def load_before(
                 documents=batch.documents,
                 valid_BL=batch.valid_BL,
             )
-            if out.router is None:
-                return None
             seen = out.router.counts_E
             counts_LE = seen if counts_LE is None else counts_LE + seen
     return sum_(world, counts_LE)

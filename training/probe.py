@@ -10,6 +10,7 @@ Shape letters: T tokens, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,9 +57,10 @@ class Probe:
 
     def offer(self, batch: Batch, device: torch.device) -> None:
         """A batch to take if there is none yet."""
-        if self.batch is None and self.any_experts:
+        if self.batch is None:
             self.batch = batch.to(device)
-            self.before, _ = self._ask()
+            if self.any_experts:
+                self.before, _ = self._ask()
 
     def look(self) -> None:
         """Compare with the model as it is now: it was changed by hand, and a run that goes on from
@@ -136,11 +138,12 @@ class Probe:
         return total / count if count else None
 
     @torch.no_grad()
-    def export_differs(self, selection_bias: bool) -> bool:
+    def export_differs(self, selection_bias: bool) -> bool | None:
         """Whether a folder that holds the weights (and the selection bias, if the family has one)
-        computes anything else for these rows. Waits for the device."""
-        if self.batch is None or not self.any_experts:
-            return False
+        computes anything else for these rows; None without rows to compare. Waits for the device.
+        """
+        if self.batch is None:
+            return None
         ours, logits = self._ask()
         with exported(self.model, selection_bias):
             theirs, other_logits = self._ask()
@@ -149,10 +152,12 @@ class Probe:
         return bool(sum_(self.world, (~torch.stack(same)).sum().double()))
 
     def _ask(self) -> tuple[list[Tensor], Tensor]:
-        """Experts [T, K] of each layer, and the logits of each row's last token."""
-        batch, trace = self.batch, RoutingTrace(self.model)
+        """Experts [T, K] of each layer with experts, and the logits of each row's last token."""
+        batch = self.batch
+        trace = RoutingTrace(self.model) if self.any_experts else None
+        recording = nullcontext() if trace is None else trace.record()
         # blocks that are compiled would be compiled again for the recording
-        with evaluation(self.model), torch.compiler.set_stance("force_eager"), trace.record():
+        with evaluation(self.model), torch.compiler.set_stance("force_eager"), recording:
             out = self.model(
                 batch.tokens_BL,
                 positions_BL=batch.positions_BL,
@@ -160,7 +165,8 @@ class Probe:
                 valid_BL=batch.valid_BL,
                 logits="last",
             )
-        choices = [entries[0].choice for entries in trace.entries.values()]
+        entries = [] if trace is None else trace.entries.values()
+        choices = [layer[0].choice for layer in entries]
         return [c.ids_S().view(c.num_tokens, -1) for c in choices], out.logits
 
 

@@ -457,7 +457,13 @@ def check_export(job: Job) -> None:
         text = f"this run is not to be exported: {job.model.config.family} has no "
         job.log.event("export_check", text + ", no ".join(lacks), exact=False, lacks=lacks)
         return
-    if job.probe.export_differs(job.model.config.has_selection_bias):
+    differs = job.probe.export_differs(job.model.config.has_selection_bias)
+    if differs is None:
+        text = "the model was not compared with its export: no step was trained and there is no "
+        text += "validation text; scripts/export_hf.py --check compares"
+        job.log.event("export_check", text, exact=None, lacks=[])
+        return
+    if differs:
         job.log.event("export_check", exact=False, lacks=[])
         raise RunFailed(
             f"the trained model routes otherwise than its {job.model.config.family} export would; "

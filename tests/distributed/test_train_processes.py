@@ -127,7 +127,12 @@ def test_two_processes_equal_one_and_take_over_from_each_other(config, tmp_path)
 
 def test_experts_are_revived_and_routers_learn_of_others_where_experts_are_split(config, tmp_path):
     """Experts over two processes: the events and the curve of one process."""
-    words = ("router.revive_after=1", "model.init.router=5", "router.gradient=default")
+    words = (
+        "router.revive_after=1",
+        "model.init.router=5",
+        "model.init.embedding=0.02",
+        "router.gradient=default",
+    )
     words += ("train.steps=6", "log.every_steps=1")
     runs = [tmp_path / f"runs/of{world}" for world in (1, 2)]
     for world, folder in enumerate(runs, 1):

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from moe import MoE, MoEConfig
 from moe import rounding as module
 from moe.kernels._triton import INTERPRET
 from moe.kernels.token_rounding import VARIANTS
@@ -338,3 +339,38 @@ def test_compiles_as_one_graph(backend):
     got[0].backward()
     want[0].backward()
     torch.testing.assert_close(compiled.grad, plain.grad)
+
+
+@pytest.mark.parametrize("norm", ["topk_sum", "none", "softmax_topk"])
+@pytest.mark.parametrize("renorm", ["tc", "tr", "none"])
+def test_c5_rounding_trains_the_gates_that_evaluation_takes(renorm, norm):
+    """Gates of a token sum to 1 in both, or in neither; what would not is refused."""
+    config = {
+        "hidden_size": 8, "expert_size": 4, "num_experts": 4, "num_experts_per_tok": 2,
+        "norm": norm, "rounding": RoundingConfig(tile=4, min_mean_tiles=1, renorm=renorm),
+    }  # fmt: skip
+    sums = norm != "none"
+    if renorm != "tc" and (renorm == "tr") != sums:
+        with pytest.raises(ValueError, match=f"rounding.renorm='{renorm}' does not go with norm"):
+            MoEConfig(**config)
+        return
+    layer = MoE(MoEConfig(**config))
+    torch.nn.init.normal_(layer.router.weight)
+    x = torch.randn(64, 8)
+    totals = {}
+    for training in (True, False):
+        seen = []
+
+        def look(_layer, _logits, gating, routing, seen=seen):
+            seen.append(routing)
+            return gating, routing
+
+        layer.train(training).routing_hook = look
+        layer(x)
+        gates_T = torch.zeros(64).index_add(0, seen[0].token_R.long(), seen[0].gates_R)
+        totals[training] = gates_T[gates_T > 0]
+    assert ((totals[False] - 1).abs() < 1e-5).all() == sums
+    if renorm == "tr":
+        assert ((totals[True] - 1).abs() < 1e-5).all()
+    elif not sums:
+        assert totals[True].max() < 1 + 1e-5 and totals[True].mean() < 0.99

@@ -182,8 +182,15 @@ def rounded_model(renorm, score="softmax", norm="topk_sum", dtype=torch.float64)
     return Model(dtype, score=score, norm=norm, rounding=rounding, route_scale=1.5)
 
 
-@pytest.mark.parametrize("renorm", ["tc", "tr", "none"])
-@pytest.mark.parametrize(("score", "norm"), [("softmax", "topk_sum"), ("sigmoid", "none")])
+@pytest.mark.parametrize(
+    ("renorm", "score", "norm"),
+    [
+        ("tc", "softmax", "topk_sum"),
+        ("tr", "softmax", "topk_sum"),
+        ("tc", "sigmoid", "none"),
+        ("none", "sigmoid", "none"),
+    ],
+)
 def test_rounded_routing_is_replayed(renorm, score, norm):
     """Values, statistics and gradients of a rounded forward, with live gates."""
     model = rounded_model(renorm, score, norm)

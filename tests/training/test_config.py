@@ -333,6 +333,16 @@ PLANLESS = [
         "router.rounding_tile=16 router.rounding_renorm=tr",
         "router.rounding_renorm='tr' makes gates anew",
     ),
+    (
+        "router.rounding=up router.rounding_tile=16 router.rounding_renorm=none "
+        "model.norm_topk_prob=true",
+        "gates of a token sum to 1 in evaluation",
+    ),
+    (
+        "router.rounding=up router.rounding_tile=16 router.rounding_renorm=tr "
+        "model.norm_topk_prob=false",
+        "do not sum to 1 in evaluation",
+    ),
     ("router.freeze_at=201", "router.freeze_at=201 has no effect: the run has 200 steps"),
     ("router.revive_after=201", "router.revive_after=201 has no effect"),
     (
@@ -342,6 +352,14 @@ PLANLESS = [
     (
         "router.bias_update=sign router.exportable=false router.bias_freeze_at=1",
         "router.bias_freeze_at=1 never lets",
+    ),
+    (
+        "model.mlp_only_layers=[0,1] router.balance_coef=0.1",
+        "router.balance_coef=0.1 has no effect: no layer of this model has experts",
+    ),
+    (
+        "model.mlp_only_layers=[0,1] router.balance_scope=lagged",
+        "router.balance_scope='lagged' has no effect while router.balance_coef=0",
     ),
     (
         "model.mlp_only_layers=[0,1] router.jitter=0.1",

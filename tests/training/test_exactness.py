@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import contextmanager
 
 import pytest
 
 import train
 from scripts import export_hf as script
-from training import assemble
+from training import assemble, probe
 from training.config import ConfigError, load_config
 from training.exactness import acting
 from training.weights import load_model
@@ -214,3 +215,31 @@ def test_resume_lands_on_the_same_state_bit_for_bit(tiny_config, monkeypatch, tm
     assert whole.keys() == parts.keys()
     for step in whole:
         assert whole[step] == parts[step], step
+
+
+def test_c6_a_dense_model_is_compared_and_a_start_with_nothing_to_do_says_it_was_not(run, tmp_path):
+    words = ("run.name=dense", "model.mlp_only_layers=[0,1]", "model.intermediate_size=16")
+    assert run(*words) == 0
+    folder = tmp_path / "runs" / "dense"
+    assert [line["exact"] for line in events(folder, "export_check")] == [True]
+    words = ("run.name=bare", "data.validation_sources=[]", "eval.every_steps=null")
+    assert run(*words) == 0
+    assert run(*words) == 0  # at its last step already: no rows to compare
+    compared, not_compared = events(tmp_path / "runs" / "bare", "export_check")
+    assert compared["exact"] is True
+    assert not_compared["exact"] is None and "was not compared" in not_compared["text"]
+
+
+def test_c6_the_comparison_of_a_dense_model_can_fail(run, tmp_path, monkeypatch):
+    real = probe.exported
+
+    @contextmanager
+    def other_head(model, selection_bias):
+        with real(model, selection_bias):
+            model.head.weight.data.mul_(2)
+            yield
+
+    monkeypatch.setattr(probe, "exported", other_head)
+    words = ("run.name=dense", "model.mlp_only_layers=[0,1]", "model.intermediate_size=16")
+    assert run(*words) == 1
+    assert [e["exact"] for e in events(tmp_path / "runs" / "dense", "export_check")] == [False]

@@ -66,7 +66,7 @@ def test_alarms_sound_once_and_again_after_a_pause():
     just = torch.tensor([0.0, ALARM_STEPS - 1])
     assert alarms.new(just, just, quiet_LE) == []
     (alarm,) = alarms.new(just + 1, just, quiet_LE)
-    assert (alarm["fault"], alarm["layer"], alarm["steps"]) == ("imbalance", 1, ALARM_STEPS)
+    assert (alarm["fault"], alarm["layers"], alarm["steps"]) == ("imbalance", [1], ALARM_STEPS)
     assert "over 4 times the mean load" in alarm["text"]
     (alarm,) = alarms.new(just + 2, just + 2, quiet_LE)
     assert alarm["fault"] == "narrow_load"
@@ -77,4 +77,17 @@ def test_alarms_sound_once_and_again_after_a_pause():
     dead_LE = quiet_LE.clone()
     dead_LE[0, 3] = dead_LE[0, 5] = ALARM_DEAD
     (alarm,) = alarms.new(quiet_L, quiet_L, dead_LE)
-    assert (alarm["fault"], alarm["layer"], alarm["experts"]) == ("dead_experts", 0, [3, 5])
+    assert (alarm["fault"], alarm["layers"]) == ("dead_experts", [0])
+    assert alarm["experts"] == {"0": [3, 5]}
+
+
+def test_a3_one_alarm_for_all_layers_and_early_one_for_all_that_follow():
+    alarms, quiet_L, quiet_LE = Alarms(), torch.zeros(12), torch.zeros(12, 16)
+    steps_L = torch.tensor([60.0, 61, 62, 0, 70, 0, 0, 0, 0, 0, 51, 50])
+    (alarm,) = alarms.new(quiet_L, steps_L, quiet_LE, early=True)
+    assert alarm["layers"] == [0, 1, 2, 4, 10, 11] and alarm["steps"] == 70
+    assert "MoE layers 0 to 2, 4, 10, 11: the entropy" in alarm["text"]
+    assert alarms.new(quiet_L, steps_L + 50, quiet_LE, early=True) == []  # layer 3 now too
+    (alarm,) = alarms.new(quiet_L, steps_L + 51, quiet_LE)
+    assert alarm["layers"] == list(range(12))
+    assert alarms.new(quiet_L, steps_L + 52, quiet_LE) == []

@@ -41,7 +41,8 @@ COMBINATIONS = {
         "train.micro_batch_size=4",
     ],
     "revived, average": [
-        "router.revive_after=1", "model.init.router=5", "router.ema=0.9", FREE,
+        "router.revive_after=1", "model.init.router=5", "model.init.embedding=0.02",
+        "router.ema=0.9", FREE,
         "checkpoint.every_steps=1",
     ],
 }  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 import train
 from models.build import build_model
 from models.config import ModelConfig
+from models.first_weights import FirstWeights
 from models.hf import export_hf
 from tests.training.tiny import MODEL
 from training.logging import LOAD, read_metrics
@@ -31,7 +32,8 @@ REMEDIES = {
 def words(tiny_config, tmp_path_factory):
     """Of a run from a model in which one expert has a router row of -100 times the direction in
     which the tokens lie."""
-    model = build_model(ModelConfig(**MODEL | OWN), seed=0)
+    first = FirstWeights(embedding=0.02)  # small, so that tokens can share a direction
+    model = build_model(ModelConfig(**MODEL | OWN), seed=0, first=first)
     moe, seen = model.layers[LAYER].moe, []
     hook = moe.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.no_grad():
