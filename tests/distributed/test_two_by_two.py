@@ -1,7 +1,8 @@
 """Two nodes of two GPUs on one host: what only this layout shows.
 
-    python -m pytest -s tests/gpu/test_two_by_two.py                            four GPUs
-    TESSERA_TWO_BY_TWO=cpu python -m pytest -s tests/gpu/test_two_by_two.py     gloo, narrow models
+    python -m pytest -s tests/distributed/test_two_by_two.py
+
+On four GPUs; with TESSERA_TWO_BY_TWO=cpu narrow models over gloo, which takes some minutes.
 
 With -s every command is shown with the file that its output goes to, and the figures of the
 measurements: tokens/s, efficiency, memory and the share of the exchange that is hidden.
