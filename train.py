@@ -45,6 +45,7 @@ from training.probe import make_probe
 from training.run import open_run, release, total_steps, withdraw
 from training.schedule import learning_rate
 from training.surgery import change_experts
+from training.weights import tokenizer_folder
 
 # ---- before the first step ---------------------------------------------------------------------
 
@@ -57,7 +58,13 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     seed_all(config.run.seed, world.rank)
 
     run = open_run(config, world)
-    tokenizer = load_tokenizer(config.data, run.folder / "tokenizer")
+    start = config.model.init_from
+    tokenizer = load_tokenizer(
+        config.data,
+        run.folder / "tokenizer",
+        init_from=None if start is None else tokenizer_folder(start),
+        init_name=start,
+    )
     architecture = model_config(config, tokenizer)
     data = build_data(config.data, tokenizer, seed=config.run.seed)
     progress = run.progress()

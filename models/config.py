@@ -366,7 +366,11 @@ class ModelConfig(Strict):
         """
         from models.config_hf import fields_from_hf
 
-        return cls(**fields_from_hf(read_config_json(source), ignore_keys))
+        fields = fields_from_hf(read_config_json(source), ignore_keys)
+        ends = read_generation_config(source).get("eos_token_id")
+        if ends is not None:  # what generation stops at, whatever config.json says
+            fields["eos_token_id"] = ends[0] if isinstance(ends, list) and len(ends) == 1 else ends
+        return cls(**fields)
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The complete config.json content, in the spellings of transformers 4.57 and 5.x at
@@ -380,6 +384,13 @@ class ModelConfig(Strict):
 # Where a folder keeps its config.json: a Hugging Face folder, a checkpoint, a checkpoints folder, a
 # run.
 _PLACES = (".", "model", "latest/model", "checkpoints/latest/model")
+
+
+def read_generation_config(source: dict[str, Any] | str | Path) -> dict[str, Any]:
+    """generation_config.json of a Hugging Face folder; empty without one."""
+    if isinstance(source, dict) or not (path := Path(source) / "generation_config.json").is_file():
+        return {}
+    return read_config_json(path)
 
 
 def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:

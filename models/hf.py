@@ -1,6 +1,6 @@
 """Hugging Face folders: strict reading and atomic writing.
 
-    export_hf(model, "out/", dtype="bfloat16", tokenizer_dir="tokenizer/")
+    export_hf(model, "out/", dtype="bfloat16", tokenizer=read_tokenizer("tokenizer/"))
     model = load_hf("folder/")                 # or load_weights(model, "folder/")
 
 Reading uses every tensor of the folder exactly once and fills every parameter, or fails with one
@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -52,6 +52,16 @@ _TOKENIZER_FILES = (
 # ------------------------------------------------------------------------------------- writing
 
 
+class SavedTokenizer(Protocol):
+    """What an export needs of a tokenizer; `training.data.TextTokenizer` is one."""
+
+    vocab_size: int
+
+    def special_id(self, token: str) -> int | None: ...
+    def begun(self, text: str) -> list[int]: ...
+    def save(self, folder: str | Path) -> None: ...
+
+
 @dataclass(frozen=True)
 class Exported:
     """What `export_hf` wrote."""
@@ -71,7 +81,7 @@ def export_hf(
     config: ModelConfig | None = None,
     dtype: str = "float32",
     max_shard_size: int | str = "5GB",
-    tokenizer_dir: str | Path | None = None,
+    tokenizer: SavedTokenizer | None = None,
     generation: dict[str, Any] | None = None,
     keep_tied: bool = False,
     overwrite: bool = False,
@@ -88,7 +98,7 @@ def export_hf(
         dtype: float32, bfloat16 or float16, of every tensor but GLM's selection bias (fp32: an
             update of 0.001 would vanish in bf16).
         max_shard_size: bytes, or "5GB" / "500MB" (powers of ten, as transformers counts).
-        tokenizer_dir: folder whose tokenizer files are copied along.
+        tokenizer: written along; a `training.data.TextTokenizer`.
         generation: more keys for generation_config.json (temperature, top_p, ...).
         keep_tied: leave a tied output matrix out, with tie_word_embeddings true. By default it is
             written: SGLang does not tie qwen3_moe.
@@ -107,6 +117,8 @@ def export_hf(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
     config, source = without_free_slots(config, source)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, config)
     limit = _parse_size(max_shard_size)
     untie = config.tie_word_embeddings and not keep_tied
     if untie:
@@ -138,8 +150,8 @@ def export_hf(
         )
     partial.mkdir()
     try:
-        if tokenizer_dir is not None:
-            copy_tokenizer(tokenizer_dir, partial, config)
+        if tokenizer is not None:
+            tokenizer.save(partial)
         files = _write_weights(source, plan, sizes, shards, partial, dtype, head, progress)
         _write_json(partial / "generation_config.json", generation)
         _write_json(partial / "config.json", config.to_hf(dtype))
@@ -246,41 +258,13 @@ def _generation_config(config: ModelConfig, more: dict[str, Any] | None) -> dict
     return {**(more or {}), **own}
 
 
-def copy_tokenizer(source: str | Path, folder: Path, config: ModelConfig) -> None:
-    """Copy the tokenizer files of `source`. ValueError when it holds none or more tokens than the
-    model.
-
-    A folder with only tokenizer.json gets the tokenizer_config.json that `AutoTokenizer` needs.
-    """
-    source = Path(source)
-    found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
-    if not any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in found):
-        raise UserError(f"{source} holds no tokenizer (tokenizer.json)")
-    for file in found:
-        shutil.copyfile(file, folder / file.name)
-    if not (source / "tokenizer.json").is_file():
-        return
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    if tokenizer.get_vocab_size(with_added_tokens=True) > config.vocab_size:
+def check_vocabulary(tokenizer: SavedTokenizer, config: ModelConfig) -> None:
+    """ValueError when the tokenizer gives ids that the model has no embedding for."""
+    if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"the tokenizer in {source} has {tokenizer.get_vocab_size()} tokens, the model "
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
             f"vocab_size={config.vocab_size}"
         )
-    if (folder / "tokenizer_config.json").is_file():
-        return
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": config.max_position_embeddings,
-    }
-    special = {"bos_token": config.bos_token_id, "pad_token": config.pad_token_id}
-    special["eos_token"] = config.eos_token_ids[0] if config.eos_token_ids else None
-    for key, token in special.items():
-        if token is not None:
-            settings[key] = tokenizer.id_to_token(token)
-    _write_json(folder / "tokenizer_config.json", settings)
 
 
 def _stale_files(folder: Path) -> list[str]:

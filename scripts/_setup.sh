@@ -1,5 +1,6 @@
 # Sourced by quickstart.sh and test.sh: a virtual environment in .venv with this project in it.
 #
+#   setup_transformers_457 transformers 4.57 in a folder of its own, for tests
 #   setup_venv EXTRAS     EXTRAS like "" or "dev"; sets PY to the environment's Python
 #
 # PyTorch is the one choice to make, as its builds differ by gigabytes:
@@ -99,5 +100,19 @@ setup_venv() {
     say "installing Tessera and what it needs"
     "$PY" -m pip install -qq --disable-pip-version-check -c "$ROOT/.venv/torch.pin" \
         -e "$ROOT${extras:+[$extras]}" || die "pip could not install the project; its message stands above"
+    touch "$stamp"
+}
+
+# transformers 4.57 beside the installed one, for the tests that compare both; sets TESSERA_TRANSFORMERS_457.
+setup_transformers_457() {
+    export TESSERA_TRANSFORMERS_457=$ROOT/.venv/transformers-4.57
+    local stamp=$TESSERA_TRANSFORMERS_457/.done
+    [ -e "$stamp" ] && return
+    say "installing transformers 4.57 for comparison"
+    rm -rf "$TESSERA_TRANSFORMERS_457"
+    # What it pins otherwise than 5.x; the rest is the environment's.
+    "$PY" -m pip install -qq --disable-pip-version-check --no-deps --target "$TESSERA_TRANSFORMERS_457" \
+        "transformers==4.57.6" "huggingface_hub==0.36.2" "tokenizers==0.22.2" ||
+        die "pip could not install transformers 4.57.6; its message stands above"
     touch "$stamp"
 }

@@ -22,12 +22,17 @@ from models.engines import notes
 from models.hf import DTYPES, export_hf
 from training.checkpoint import CheckpointError, resolve
 from training.config_load import expand_home, fail
+from training.data.tokenizer import read_tokenizer
 from training.weights import (
     CheckpointTensors,
     is_hf_folder,
     load_model,
     refuse_inexact,
     tokenizer_folder,
+)
+
+GGUF_NOTE = (
+    "llama.cpp's converter knows tokenizers by name: for an own one see docs/huggingface.md, Text"
 )
 
 
@@ -62,14 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
         checkpoint = resolve(options.checkpoint)
         refuse_inexact(checkpoint)
         config = ModelConfig.from_hf(checkpoint / "model")
-        tokenizer = tokenizer_folder(checkpoint)
+        folder = tokenizer_folder(checkpoint)
+        tokenizer = None if folder is None else read_tokenizer(folder)
         exported = export_hf(
             CheckpointTensors(checkpoint),
             options.folder,
             config=config,
             dtype=options.dtype,
             max_shard_size=options.max_shard_size,
-            tokenizer_dir=tokenizer,
+            tokenizer=tokenizer,
             keep_tied=options.keep_tied,
             overwrite=options.overwrite,
             progress=lambda done, all_: print(f"{done / 1e9:.2f} of {all_ / 1e9:.2f} GB"),
@@ -81,6 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(exported.files)} file(s), {exported.bytes / 1e6:,.1f} MB {options.dtype}, "
         f"{'with' if tokenizer else 'without'} tokenizer"
     )
+    if tokenizer is not None:
+        print(tokenizer.describe())
+        print(f"note: {GGUF_NOTE}")
     for note in notes(config):
         print(f"note: {note}")
     if not options.check:
@@ -89,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     model = load_model(checkpoint)
     round_weights(model, options.dtype)
-    receipt = check_export(model, options.folder, tolerance=options.tolerance)
+    receipt = check_export(model, options.folder, tokenizer=tokenizer, tolerance=options.tolerance)
     print(receipt)
     return 0 if receipt.passed else 1
 

@@ -18,13 +18,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import yaml
 
 from models.generate import Sampling, generate
-from training.checkpoint import CheckpointError, resolve
+from training.checkpoint import CheckpointError
 from training.config_load import expand_home, fail
 from training.data.tokenizer import TextTokenizer, read_tokenizer
-from training.weights import is_hf_folder, load_model, tokenizer_folder
+from training.weights import load_model, tokenizer_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -69,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError(f"{options.model} has no tokenizer; give --tokenizer FOLDER")
         tokenizer = read_tokenizer(folder)
         texts = options.prompt or [""]
-        prompts = [encode(tokenizer, text, begins(options.model)) for text in texts]
+        prompts = [tokenizer.prompt(text) for text in texts]
         model = load_model(options.model, device=device, dtype=dtype)
     except (ValueError, CheckpointError) as error:
         fail(error)
@@ -97,28 +96,6 @@ def main(arguments: list[str] | None = None) -> int:
     for text, row in zip(texts, rows, strict=True):
         print(text + tokenizer.decode(token for token in row if token is not None), end="\n\n")
     return 0
-
-
-def begins(path: str) -> bool:
-    """Whether documents began with a begin token in training; a Hugging Face folder does not
-    say.
-    """
-    if is_hf_folder(path):
-        return False
-    file = resolve(path) / "config.yaml"
-    if not file.is_file():
-        return False
-    config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return bool((config.get("data") or {}).get("add_bos"))
-
-
-def encode(tokenizer: TextTokenizer, text: str, begin: bool) -> list[int]:
-    """Token ids of a prompt. An empty one starts a document: after a begin token, or after the end
-    of the document before."""
-    ids = tokenizer.encode(text).tolist() if text else []
-    if begin and tokenizer.bos_id is not None:
-        return [tokenizer.bos_id, *ids]
-    return ids or [tokenizer.eos_id]
 
 
 def stream(tokenizer: TextTokenizer, tokens):

@@ -22,12 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from models.config import ModelConfig
+from models.config import ModelConfig, read_generation_config
 from models.hf import load_hf, says_tied
 from models.transformer import Decoder
 from training.checkpoint import CheckpointError
 from training.config_load import expand_home, fail
+from training.data.tokenizer import read_tokenizer
 from training.weights import save_weights, tokenizer_folder
+
+# The rest of generation_config.json is how to sample, which a run of training does not keep.
+KEPT_GENERATION = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config",
+}  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -81,7 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         untied = says_tied(options.folder) and not model.config.tie_word_embeddings
         tied = tie(model)
-        tokenizer = tokenizer_folder(options.folder)
+        folder = tokenizer_folder(options.folder)
+        tokenizer = None if folder is None else read_tokenizer(folder)
         checkpoint = save_weights(model, out, tokenizer)
     except (ValueError, CheckpointError) as error:
         fail(error)
@@ -90,6 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"{checkpoint}: {model.config.family}, {count:,} parameters, "
         f"{'with' if tokenizer else 'without'} tokenizer"
     )
+    left_out = sorted(read_generation_config(options.folder).keys() - KEPT_GENERATION)
+    if left_out:
+        print(f"left out of generation_config.json: {', '.join(left_out)}")
     if tied:
         print("lm_head equals the embedding bit for bit: tied again (tie_word_embeddings: true)")
     if untied:
@@ -98,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{model.config.family} wrongly; lm_head starts as a copy of the embedding"
         )
     print(f"continue with: python train.py CONFIG run.name=NAME model.init_from={out}", end="")
-    print(f" data.tokenizer={checkpoint / 'tokenizer'}" if tokenizer else "")
+    print(" data.tokenizer=null" if tokenizer else "")  # the weights' own, whatever CONFIG says
     return 0
 
 

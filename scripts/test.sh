@@ -17,6 +17,7 @@ extras=dev
 if [ "$(uname -s)" = Linux ]; then extras+=,deepspeed; fi # a source package; elsewhere its tests are skipped
 if [ "$(uname -sm)" = "Linux x86_64" ]; then extras+=,interop; fi # other engines; elsewhere skipped
 setup_venv "$extras"
+setup_transformers_457
 installed=$((SECONDS - start))
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline HF_HUB_OFFLINE=1
 export HF_HUB_DISABLE_TELEMETRY=1 WANDB_SILENT=true

@@ -30,6 +30,7 @@ from models.transformer import Decoder
 from models.upcycle import load_dense, mean_loss, upcycle
 from moe.upcycle import add_noise, drop_columns
 from training.config_load import expand_home, fail, user_path
+from training.data.tokenizer import TextTokenizer, read_tokenizer
 from training.weights import tokenizer_folder
 
 TEXT = Path(__file__).resolve().parent.parent / "training/data/bundled/moby-dick/moby-dick.jsonl"
@@ -58,17 +59,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def receipt_tokens(
-    model: Decoder, tokenizer: Path | None, text: Path, count: int
+    model: Decoder, tokenizer: TextTokenizer | None, text: Path, count: int
 ) -> tuple[Tensor, str]:
     """(tokens [B, L], where they come from); random ones for a folder without tokenizer."""
     length = min(256, model.config.max_position_embeddings, count)
     rows = max(1, count // length)
-    if tokenizer is None or not (tokenizer / "tokenizer.json").is_file():
+    if tokenizer is None:
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(model.config.vocab_size, (rows, length), generator=draw)
         return tokens, "random tokens"
-    from tokenizers import Tokenizer
-
     try:
         content = text.read_text(encoding="utf-8")[: 40 * count]
     except (OSError, UnicodeDecodeError) as error:
@@ -77,7 +76,7 @@ def receipt_tokens(
         lines = content.splitlines()
         whole = lines[:-1] if len(lines) > 1 else lines
         content = "\n".join(json.loads(line)["text"] for line in whole)
-    ids = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).encode(content).ids
+    ids = tokenizer.prompt(content)
     if len(ids) < length:
         raise ValueError(f"--text {text} has {len(ids)} tokens, at least {length} are needed")
     rows = min(rows, len(ids) // length)
@@ -94,7 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not 0 <= value <= 1:
                 raise ValueError(f"--{name} {value} must be from 0 to 1")
         dense = load_dense(options.folder).eval()
-        tokenizer = tokenizer_folder(options.folder)
+        folder = tokenizer_folder(options.folder)
+        tokenizer = None if folder is None else read_tokenizer(folder)
         tokens, source = receipt_tokens(dense, tokenizer, options.text, options.tokens)
         model, exact = upcycle(
             dense,
@@ -132,12 +132,13 @@ def main(arguments: list[str] | None = None) -> int:
         receipt["loss_changed"] = mean_loss(model, tokens)
         print(f"changed:  loss {receipt['loss_changed']:.7f} after --drop and --noise")
     try:
-        exported = export_hf(model, options.out, dtype=options.dtype, tokenizer_dir=tokenizer)
+        exported = export_hf(model, options.out, dtype=options.dtype, tokenizer=tokenizer)
     except (ValueError, OSError) as error:
         fail(error)
     (exported.folder / "upcycle.json").write_text(json.dumps(receipt, indent=2) + "\n")
     print(f"{exported.folder}: {model.config.family}, {exported.bytes / 1e6:,.1f} MB")
-    print(f"continue with: python train.py CONFIG model.init_from={exported.folder}")
+    print(f"continue with: python train.py CONFIG model.init_from={exported.folder}", end="")
+    print(" data.tokenizer=null" if tokenizer else "")
     return 0
 
 

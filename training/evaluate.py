@@ -98,11 +98,11 @@ def sample_text(
     model: Decoder, tokenizer: TextTokenizer, prompt: str, tokens: int, *, world: World
 ) -> str:
     """How the model goes on with a prompt, drawn with a fixed seed; without the prompt itself.
-    An empty one starts a document, as the end of another does.
+    It begins as documents do in training.
 
     All processes call it; the first one's draws count for all.
     """
-    ids = tokenizer.encode(prompt).tolist() or [tokenizer.eos_id]
+    ids = tokenizer.prompt(prompt)
     sampling = Sampling(temperature=0.8, top_p=0.95)
     # Every new token has another length: compiled blocks would be compiled again and again.
     with evaluation(model), torch.compiler.set_stance("force_eager"):

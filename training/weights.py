@@ -18,7 +18,7 @@ from torch import Tensor
 from models.build import build_model, start_routers
 from models.config import ModelConfig
 from models.errors import UserError
-from models.hf import HfWeights, copy_tokenizer, load_hf, load_weights
+from models.hf import HfWeights, check_vocabulary, load_hf, load_weights
 from models.transformer import Decoder
 from parallel import World
 from training.checkpoint import (
@@ -34,6 +34,7 @@ from training.checkpoint import (
 
 if TYPE_CHECKING:
     from parallel.engine import Engine
+    from training.data import TextTokenizer
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
@@ -202,13 +203,18 @@ def load_model(path: str | Path, **build: Any) -> Decoder:
     return model
 
 
+# One of them makes a folder a tokenizer's; those without tokenizer.json are converted.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 def tokenizer_folder(path: str | Path) -> Path | None:
     """Folder with the tokenizer of a checkpoint, run or Hugging Face folder; None without one."""
     folder = Path(path) if is_hf_folder(path) else resolve(path) / "tokenizer"
-    return folder if (folder / "tokenizer.json").is_file() else None
+    found = any((folder / name).is_file() for name in _TOKENIZERS)
+    return folder if found else None
 
 
-def save_weights(model: Decoder, root: Path, tokenizer: Path | None = None) -> Path:
+def save_weights(model: Decoder, root: Path, tokenizer: TextTokenizer | None = None) -> Path:
     """Write a model without optimizer state as `root/checkpoints/step_00000000`; its folder.
 
     Raises:
@@ -225,7 +231,8 @@ def save_weights(model: Decoder, root: Path, tokenizer: Path | None = None) -> P
             "model/config.json": json.dumps(model.config.to_hf(), indent=2).encode()
         }
         if tokenizer is not None:
-            copy_tokenizer(tokenizer, Path(side), model.config)
+            check_vocabulary(tokenizer, model.config)
+            tokenizer.save(side)
             files["tokenizer"] = Path(side)
         saver = Saver(root / "checkpoints", World(), background=False)
         state = {"tokens": 0, "shapes": shapes}

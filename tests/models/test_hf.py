@@ -277,22 +277,22 @@ def test_tokenizer_travels_along(tmp_path: Path) -> None:
     from tokenizers import models as kinds
     from transformers import AutoTokenizer
 
-    vocabulary = {"<|pad|>": 0, "<|start|>": 1, "<|end|>": 2, "a": 3, "b": 4}
-    tokenizer = Tokenizer(kinds.WordLevel(vocabulary, unk_token="<|pad|>"))
+    from training.data.tokenizer import read_tokenizer
+
+    vocabulary = {"<|pad|>": 0, "<|startoftext|>": 1, "<|end|>": 2, "a": 3, "b": 4}
+    tokenizer = Tokenizer(kinds.WordLevel(vocabulary, unk_token="a"))
     source = tmp_path / "tokenizer"
     source.mkdir()
     model = random_model("mixtral", pad_token_id=0, bos_token_id=1)
-    with pytest.raises(ValueError, match="holds no tokenizer"):
-        export_hf(model, tmp_path / "out", tokenizer_dir=source)
     tokenizer.save(str(source / "tokenizer.json"))
-    export_hf(model, tmp_path / "out", tokenizer_dir=source)
+    export_hf(model, tmp_path / "out", tokenizer=read_tokenizer(source, eos_token="<|end|>"))
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded.eos_token_id == 2 and loaded.pad_token_id == 0 and loaded.bos_token_id == 1
     assert loaded.convert_tokens_to_ids(["a", "b"]) == [3, 4]
     tokenizer.add_tokens([f"t{i}" for i in range(100)])
     tokenizer.save(str(source / "tokenizer.json"))
     with pytest.raises(ValueError, match="105 tokens, the model vocab_size=96"):
-        export_hf(model, tmp_path / "more", tokenizer_dir=source)
+        export_hf(model, tmp_path / "more", tokenizer=read_tokenizer(source, eos_token="<|end|>"))
 
 
 # ------------------------------------------------------------------------------------- reading

@@ -109,3 +109,27 @@ def test_checkpoint_tensors_are_read_one_by_one(trained: Path) -> None:
         assert torch.equal(tensors[name], tensor)
     with pytest.raises(KeyError):
         tensors["no.such"]
+
+
+def test_b3_check_finds_a_tokenizer_that_is_rebuilt(script, trained, tmp_path, capsys) -> None:
+    """The same vocabulary and merges under another splitting rule, and another begin."""
+    import json
+
+    from models.hf_check import check_export
+    from training.data.tokenizer import read_tokenizer
+
+    out = tmp_path / "out"
+    assert script("export_hf").main([str(trained), str(out), "--check"]) == 0
+    assert "texts have no begin token, documents end with" in capsys.readouterr().out
+    model, tokenizer = load_model(trained), read_tokenizer(trained / "tokenizer")
+    file = out / "tokenizer.json"
+    right = file.read_text()
+    content = json.loads(right)
+    content["pre_tokenizer"]["use_regex"] = False
+    file.write_text(json.dumps(content))
+    problems = check_export(model, out, tokenizer=tokenizer, new_tokens=2).problems
+    assert any("AutoTokenizer reads" in problem for problem in problems), problems
+    file.write_text(right)
+    tokenizer.begin_with(True).save(out)
+    problems = check_export(model, out, tokenizer=tokenizer, new_tokens=2).problems
+    assert any("AutoTokenizer reads" in problem for problem in problems), problems

@@ -52,13 +52,13 @@ def test_characters_are_shown_when_they_are_whole(script, trained) -> None:
     assert "".join(cut).endswith("\ufffd")  # what never became whole is shown as such
 
 
-def test_begin_token_as_in_training(script, trained) -> None:
-    module = script("generate")
+def test_begin_token_as_in_training(trained) -> None:
     tokenizer = read_tokenizer(trained / "tokenizer")
-    assert module.begins(str(trained)) is False
-    assert module.encode(tokenizer, "", False) == [tokenizer.eos_id]
-    assert module.encode(tokenizer, "", True) == [tokenizer.bos_id]
-    assert module.encode(tokenizer, "the", True)[1:] == tokenizer.encode("the").tolist()
+    assert tokenizer.add_bos is False
+    assert tokenizer.prompt("") == [tokenizer.eos_id]
+    begun = tokenizer.begin_with(True)
+    assert begun.prompt("") == [tokenizer.bos_id]
+    assert begun.prompt("the") == [tokenizer.bos_id, *tokenizer.encode("the").tolist()]
 
 
 def test_e14_text_past_the_models_positions_has_a_note(script, trained, capsys) -> None:

@@ -173,3 +173,12 @@ def test_weights_of_another_model_are_refused(script, theirs, tmp_path) -> None:
     deeper = build_model(tiny_config("glm4_moe", vocab_size=288, num_hidden_layers=4))
     with pytest.raises(ValueError, match=r"missing \['layers\.3\."):
         load_initial_weights(deeper, tmp_path / "out")
+
+
+def test_f5_end_tokens_are_those_of_the_generation_config(script, theirs, tmp_path, capsys) -> None:
+    given = {"eos_token_id": [3, 0], "temperature": 0.6, "top_p": 0.9}
+    (theirs / "generation_config.json").write_text(json.dumps(given))
+    assert script("import_hf").main([str(theirs), str(tmp_path / "out")]) == 0
+    assert "left out of generation_config.json: temperature, top_p" in capsys.readouterr().out
+    assert load_model(tmp_path / "out").config.eos_token_ids == (3, 0)
+    assert load_hf(theirs).config.eos_token_ids == (3, 0)

@@ -405,16 +405,12 @@ def build_data(
         DataError: nothing to read, too little text, a bad line under `stop`, two sources of one
             name, a store of another tokenizer … in one line.
     """
-    if config.add_bos and tokenizer.bos_id is None:
-        raise DataError(
-            "data.add_bos=true, but the tokenizer names no begin-of-document token; give it as "
-            "data.bos_token"
-        )
+    tokenizer = tokenizer.begin_with(config.add_bos)
     cut = Cut(
         seq_len=config.seq_len,
         packing=config.packing,
         eos_id=tokenizer.eos_id,
-        bos_id=tokenizer.bos_id if config.add_bos else None,
+        bos_id=tokenizer.bos_id if tokenizer.add_bos else None,
     )
     names = name_sources(config.sources, "data.sources")
     validation_names = name_sources(config.validation_sources, "data.validation_sources")

@@ -3,19 +3,27 @@
 Token ids come from the `tokenizers` library alone, without special tokens: begin- and end-of-
 document ids are added where rows are cut, so that there is exactly one of each whatever the
 tokenizer's own post-processor would add (google/tunix#822, jingyaogong/minimind#185).
+
+The folder that `TextTokenizer.save` writes is the only place that says how a run reads text:
+export, import, generation and validation take it from there. Its post-processor is the training
+convention, and its tokenizer_config.json is written from known facts: transformers rebuilds a
+tokenizer from other keys, by class and model type, and then gives other ids (transformers#45920).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -33,26 +41,11 @@ DEFAULT_VOCAB_SIZE = 4096
 TRAIN_BYTES = 100_000_000
 """Text that a tokenizer is trained on at most; more changes the merges of rare words alone."""
 
-_SIDE_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+_CHAT_TEMPLATE = "chat_template.jinja"
+_SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", _CHAT_TEMPLATE)
 _KNOWN_EOS = (EOS, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
 _KNOWN_BOS = (BOS, "<s>", "<bos>", "<|begin_of_text|>", "[BOS]")
 _KNOWN_PAD = (PAD, "<pad>", "[PAD]")
-
-_PROBE = (
-    "Call me Ishmael. Some years ago—never mind how long precisely—having little money, 1851.\n\n"
-    "  def f(x):\n\treturn x**2  # 3.14159 != 22/7\r\n"
-    "Größe, naïve, Ελλάδα, Москва, 東京, 서울, العربية, हिन्दी, 😀👩‍👩‍👧 … <|endoftext|> <s> </s> "
-    "https://example.org/a_b?c=d&e=%20f I'll they've CAN'T 1,234,567.89 internationalisation"
-)
 
 
 @dataclass(frozen=True)
@@ -60,8 +53,8 @@ class TextTokenizer:
     """Text to ids and back, with the ids that mark documents.
 
     `vocab_size` counts ids up to the largest: a model needs at least as many embeddings. `hash` is
-    of the vocabulary and of the ids of a probe text, so that it does not change with the version
-    of the library that wrote the file.
+    of all that decides which ids a document gets, begin token aside; the version of the library
+    that wrote the file does not change it.
     """
 
     backend: Tokenizer
@@ -70,7 +63,12 @@ class TextTokenizer:
     pad_id: int
     vocab_size: int
     hash: str
-    side_files: dict[str, bytes] = field(repr=False, default_factory=dict)
+    add_bos: bool = False
+    """Whether documents, and so prompts, begin with `bos_id`."""
+    hub_name: str | None = None
+    chat_template: Any = field(repr=False, default=None)
+    """As in tokenizer_config.json."""
+    chat_template_file: bytes | None = field(repr=False, default=None)
 
     def encode(self, text: str) -> np.ndarray:
         """int64 ids of a text, without begin or end token."""
@@ -91,23 +89,77 @@ class TextTokenizer:
         bos = None if self.bos_id is None else self.backend.id_to_token(self.bos_id)
         return bos, self.backend.id_to_token(self.eos_id)
 
+    def begun(self, text: str) -> list[int]:
+        """Ids of a text that begins as documents do in training."""
+        return [self.bos_id] * self.add_bos + self.encode(text).tolist()
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids that a model continues; where a text has none, those of a new document."""
+        return self.begun(text) or [self.eos_id]
+
+    def special_id(self, token: str) -> int | None:
+        """Id of a token by its name."""
+        return self.backend.token_to_id(token)
+
+    def begin_with(self, bos: bool) -> TextTokenizer:
+        """The same tokenizer for documents that begin with the begin token, or without."""
+        if bos and self.bos_id is None:
+            raise DataError(
+                "data.add_bos=true, but the tokenizer names no begin-of-document token; give it "
+                "as data.bos_token"
+            )
+        return replace(self, add_bos=bos)
+
+    def describe(self) -> str:
+        """How texts begin and end, for the console."""
+        bos, eos = self.edges
+        begin = f"begin with {bos!r} (id {self.bos_id})" if self.add_bos else "have no begin token"
+        return f"texts {begin}, documents end with {eos!r} (id {self.eos_id})"
+
     def save(self, folder: str | Path) -> None:
-        """Write a folder that transformers' AutoTokenizer loads."""
+        """Write a folder from which transformers' AutoTokenizer gives the same ids."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.side_files.items():
-            (folder / name).write_bytes(content)
-        # The backend's own flag is not written to the file, so the file behaves as it was loaded.
-        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
-        config = json.loads(self.side_files.get("tokenizer_config.json", b"{}"))
-        config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-        config.setdefault("clean_up_tokenization_spaces", False)
-        config["eos_token"] = self.backend.id_to_token(self.eos_id)
-        config.setdefault("pad_token", self.backend.id_to_token(self.pad_id))
-        if self.bos_id is not None:
-            config.setdefault("bos_token", self.backend.id_to_token(self.bos_id))
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        bos, eos = self.edges
+        content = json.loads(self.backend.to_str())
+        content["post_processor"] = _begin(bos, self.bos_id) if self.add_bos else None
+        _write_json(folder / "tokenizer.json", content)
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": self.add_bos,
+            "add_eos_token": False,
+            "clean_up_tokenization_spaces": False,
+            # Without it transformers 4.57 adds token_type_ids, which no decoder takes.
+            "model_input_names": ["input_ids", "attention_mask"],
+            "eos_token": eos,
+            "pad_token": self.backend.id_to_token(self.pad_id),
+        }
+        if bos is not None:
+            config["bos_token"] = bos
+        if self.hub_name is not None:
+            config["name_or_path"] = self.hub_name
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        _write_json(folder / "tokenizer_config.json", config)
+        if self.chat_template_file is not None:
+            (folder / _CHAT_TEMPLATE).write_bytes(self.chat_template_file)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _begin(token: str, index: int) -> dict[str, Any]:
+    """The post-processor that puts one begin token before a text and nothing else."""
+    begin = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, begin, second],
+        "special_tokens": {token: {"id": token, "ids": [index], "tokens": [token]}},
+    }
 
 
 def read_tokenizer(
@@ -127,8 +179,59 @@ def read_tokenizer(
     file = Path(path)
     if file.is_dir():
         file = file / "tokenizer.json"
+    if file.is_file():
+        return _from_file(file, name, eos_token, bos_token)
+    if name.endswith(".json") or (name.startswith((".", "/", "~")) and not Path(name).is_dir()):
+        raise DataError(f"data.tokenizer={name!r}: there is no such file or folder")
+    try:
+        with quiet_hub(), tempfile.TemporaryDirectory() as folder:
+            on_hub = not Path(path).is_dir()
+            found = (on_hub and _from_hub(name)) or _converted(name, Path(folder))
+            tokenizer = _from_file(found, name, eos_token, bos_token)
+            return replace(tokenizer, hub_name=name) if on_hub else tokenizer
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"data.tokenizer={name!r} is no file or folder with a tokenizer here, and the hub did "
+            f"not give it ({first_line(error)}); name a folder or tokenizer.json that is here, or "
+            "train one on the text with data.tokenizer=null"
+        ) from None
+
+
+def _from_hub(name: str) -> Path | None:
+    """tokenizer.json of a hub repository, with the files beside it; None where it has none.
+
+    Never through AutoTokenizer, which may rebuild the tokenizer by its class.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        file = Path(hf_hub_download(name, "tokenizer.json"))
+    except EntryNotFoundError:
+        return None
+    for side in _SIDE_FILES:
+        with contextlib.suppress(EntryNotFoundError):
+            hf_hub_download(name, side, revision=file.parent.name)
+    return file
+
+
+def _converted(name: str, folder: Path) -> Path:
+    """A tokenizer in another format (tokenizer.model), converted by transformers into `folder`."""
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
+    loaded.save_pretrained(folder)
+    file = folder / "tokenizer.json"
     if not file.is_file():
-        return _through_transformers(name, eos_token, bos_token)
+        raise DataError(f"data.tokenizer={name!r} has no fast (tokenizer.json) form")
+    return file
+
+
+def _from_file(
+    file: Path, name: str, eos_token: str | None, bos_token: str | None
+) -> TextTokenizer:
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
@@ -139,30 +242,6 @@ def read_tokenizer(
         if (file.parent / side).is_file()
     }
     return _make(backend, side_files, name, eos_token, bos_token)
-
-
-def _through_transformers(name: str, eos_token: str | None, bos_token: str | None) -> TextTokenizer:
-    """A hub name, or a folder in another format (tokenizer.model), converted by transformers."""
-    if name.endswith(".json") or (name.startswith((".", "/", "~")) and not Path(name).is_dir()):
-        raise DataError(f"data.tokenizer={name!r}: there is no such file or folder")
-    from transformers import AutoTokenizer
-
-    try:
-        with quiet_hub():
-            loaded = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
-        with tempfile.TemporaryDirectory() as folder:
-            loaded.save_pretrained(folder)
-            if not (Path(folder) / "tokenizer.json").is_file():
-                raise DataError(f"data.tokenizer={name!r} has no fast (tokenizer.json) form")
-            return read_tokenizer(folder, eos_token=eos_token, bos_token=bos_token)
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"data.tokenizer={name!r} is no file or folder with a tokenizer here, and the hub did "
-            f"not give it ({first_line(error)}); name a folder or tokenizer.json that is here, or "
-            "train one on the text with data.tokenizer=null"
-        ) from None
 
 
 def first_line(error: BaseException) -> str:
@@ -183,29 +262,101 @@ def _make(
     eos_token: str | None,
     bos_token: str | None,
 ) -> TextTokenizer:
-    # A file saved with truncation would silently cut every document.
-    backend.no_truncation()
-    backend.no_padding()
-    # Text that spells a special token is text: the web is full of "<|endoftext|>".
-    backend.encode_special_tokens = True
+    config = json.loads(side_files.get("tokenizer_config.json", b"{}"))
     named = _named_tokens(side_files)
     eos_id = _token_id(backend, name, "eos_token", eos_token, named, _KNOWN_EOS)
     if eos_id is None:
         raise DataError(
             f"data.tokenizer={name!r} names no end-of-document token; give it as data.eos_token"
         )
+    eos = backend.id_to_token(eos_id)
+    if eos not in (eos_token, named.get("eos_token")):
+        logger.warning(
+            f"the tokenizer {name} names no end-of-document token: documents end with {eos!r} "
+            f"(id {eos_id}); data.eos_token names another"
+        )
     bos_id = _token_id(backend, name, "bos_token", bos_token, named, _KNOWN_BOS)
     pad_id = _token_id(backend, name, "pad_token", None, named, _KNOWN_PAD)
+    pad_id = eos_id if pad_id in (None, _unknown_id(backend)) else pad_id
+    begun = backend.encode("a", add_special_tokens=True).ids[:1]
+    controls = {i: backend.id_to_token(i) for i in (eos_id, bos_id, pad_id) if i is not None}
+    backend = _without_control_ids(backend, controls, name)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     return TextTokenizer(
         backend=backend,
         eos_id=eos_id,
         bos_id=bos_id,
-        pad_id=eos_id if pad_id is None else pad_id,
+        pad_id=pad_id,
         vocab_size=max(vocabulary.values()) + 1,
-        hash=_hash(backend, vocabulary),
-        side_files=side_files,
+        hash=_hash(backend, eos_id),
+        add_bos=bos_id is not None and begun == [bos_id],
+        hub_name=config.get("name_or_path"),
+        chat_template=config.get("chat_template"),
+        chat_template_file=side_files.get(_CHAT_TEMPLATE),
     )
+
+
+def _unknown_id(backend: Tokenizer) -> int | None:
+    """The id that ordinary text gets where the vocabulary has nothing for it."""
+    model = json.loads(backend.to_str())["model"]
+    if model.get("unk_token") is not None:
+        return backend.token_to_id(model["unk_token"])
+    return model.get("unk_id")
+
+
+def _without_control_ids(backend: Tokenizer, controls: dict[int, str], name: str) -> Tokenizer:
+    """The same tokenizer, from which ordinary text never gets a control id.
+
+    Control tokens become special, so that text which spells one is text (the web is full of
+    "<|endoftext|>"). A model whose own vocabulary holds the token as a word could still give its
+    id: a splitting rule cuts the spelling after its first character then.
+
+    Raises:
+        DataError: a control token is what ordinary text becomes.
+    """
+    backend.add_special_tokens(list(controls.values()))
+    content = json.loads(backend.to_str())
+    # A file saved with truncation would silently cut every document.
+    content |= {"truncation": None, "padding": None, "post_processor": None}
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] or token["id"] in controls
+    made = _ordinary(content)
+    reached = [token for index, token in controls.items() if _reaches(made, index, token)]
+    rules = [
+        {
+            "type": "Split",
+            "pattern": {"Regex": re.escape(token[0]) + f"(?={re.escape(token[1:])})"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        for token in reached
+    ]
+    if rules:
+        own = content["pre_tokenizer"]
+        own = own["pretokenizers"] if own and own["type"] == "Sequence" else [own] if own else []
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*rules, *own]}
+        made = _ordinary(content)
+    unknown = _unknown_id(made)
+    for index, token in controls.items():
+        if index == unknown or _reaches(made, index, token):
+            raise DataError(
+                f"data.tokenizer={name!r}: ordinary text becomes {token!r}, which is to mark the "
+                "end or begin of a document; name another token as data.eos_token or "
+                "data.bos_token"
+            )
+    return made
+
+
+def _ordinary(content: dict[str, Any]) -> Tokenizer:
+    backend = Tokenizer.from_str(json.dumps(content))
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _reaches(backend: Tokenizer, index: int, token: str) -> bool:
+    texts = [token, f" {token}", f"{token} a", f"a{token}a", f"a {token}\n", token + token]
+    found = backend.encode_batch(texts, add_special_tokens=False)
+    return any(index in encoding.ids for encoding in found)
 
 
 def _named_tokens(side_files: dict[str, bytes]) -> dict[str, str]:
@@ -241,12 +392,18 @@ def _token_id(
     return None
 
 
-def _hash(backend: Tokenizer, vocabulary: dict[str, int]) -> str:
-    digest = hashlib.sha256()
-    for token, index in sorted(vocabulary.items(), key=lambda item: item[1]):
-        digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
-    digest.update(str(backend.encode(_PROBE, add_special_tokens=False).ids).encode())
-    return digest.hexdigest()
+def _hash(backend: Tokenizer, eos_id: int) -> str:
+    content = json.loads(backend.to_str())
+    del content["version"], content["post_processor"]
+    text = json.dumps([_canonical(content), eos_id], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    """Without settings that are off: one version of the library writes them, another does not."""
+    if isinstance(value, dict):
+        return {key: _canonical(v) for key, v in value.items() if v is not None and v is not False}
+    return [_canonical(item) for item in value] if isinstance(value, list) else value
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
@@ -290,6 +447,8 @@ def load_tokenizer(
     *,
     place: str = "run.name",
     timeout_s: float = 1800.0,
+    init_from: Path | None = None,
+    init_name: str | None = None,
 ) -> TextTokenizer:
     """The tokenizer of a run, kept in `folder` (the run's) for resuming, export and generation.
 
@@ -300,16 +459,19 @@ def load_tokenizer(
             sources or else to train one on the sources' text.
         folder: where to keep it; what lies there already is used and must agree with `config`.
         place: the setting that chooses the folder, for the message.
+        init_from: folder of the tokenizer that the initial weights were trained with: it is taken,
+            and another one refused.
+        init_name: what the weights are called in messages.
 
     Raises:
         DataError: no such tokenizer, or the folder holds another one.
     """
     if folder is None:
-        return _configured(config)
+        return _configured(config, init_from, init_name)
     folder = Path(folder)
 
     def write() -> None:
-        tokenizer = _configured(config)
+        tokenizer = _configured(config, init_from, init_name)
         temporary = temporary_name(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -332,33 +494,73 @@ def load_tokenizer(
     except DataError as error:
         raise DataError(f"{error}; if it is damaged, remove {folder}: it is made again") from None
     given = config.tokenizer
-    if given is not None and (given.startswith(BUNDLED) or Path(given).exists()):
+    if given is not None and (given != tokenizer.hub_name or Path(given).exists()):
         wanted = read_tokenizer(given, eos_token=config.eos_token, bos_token=config.bos_token)
         if wanted.hash != tokenizer.hash:
             raise DataError(
                 f"data.tokenizer={given!r} is another tokenizer than the one kept in {folder}; "
                 f"choose another {place}"
             )
-    return tokenizer
+    return tokenizer.begin_with(config.add_bos)
 
 
-def _configured(config: DataConfig) -> TextTokenizer:
-    if config.tokenizer is not None:
-        return read_tokenizer(
-            config.tokenizer, eos_token=config.eos_token, bos_token=config.bos_token
+def _configured(config: DataConfig, init_from: Path | None, init_name: str | None) -> TextTokenizer:
+    tokens = {"eos_token": config.eos_token, "bos_token": config.bos_token}
+    if init_name is None:
+        tokenizer, _ = _of_data(config)
+        return tokenizer.begin_with(config.add_bos)
+    from training.data.sources import store_tokenizers  # imports this module
+
+    given = config.tokenizer is not None or bool(store_tokenizers(config))
+    if init_from is None:
+        if not given:
+            raise DataError(
+                f"model.init_from={init_name!r} has no tokenizer; give the one that its weights "
+                "were trained with as data.tokenizer"
+            )
+        return _of_data(config)[0].begin_with(config.add_bos)
+    own = read_tokenizer(init_from, **tokens)
+    if own.add_bos != config.add_bos:
+        logger.warning(
+            f"model.init_from={init_name!r} was trained {'with' if own.add_bos else 'without'} "
+            f"begin tokens, this run is with data.add_bos={str(config.add_bos).lower()}"
         )
+    if given:
+        other, name = _of_data(config)
+        if other.hash != own.hash:
+            raise DataError(
+                f"{name} is another tokenizer than that of model.init_from={init_name!r}, whose "
+                "weights know other ids; leave data.tokenizer out (null) to take the weights' own"
+            )
+    elif config.tokenizer_vocab_size is not None:
+        raise DataError(
+            f"data.tokenizer_vocab_size={config.tokenizer_vocab_size} trains a tokenizer, but "
+            f"model.init_from={init_name!r} brings its own; leave it out"
+        )
+    return own.begin_with(config.add_bos)
+
+
+def _of_data(config: DataConfig) -> tuple[TextTokenizer, str]:
+    """The tokenizer that the data section asks for, and its name in messages."""
+    tokens = {"eos_token": config.eos_token, "bos_token": config.bos_token}
+    if config.tokenizer is not None:
+        other = [s for s in config.sources if not str(s.path).startswith(BUNDLED)]
+        if config.tokenizer.startswith(BUNDLED) and other:
+            logger.warning(
+                f"data.tokenizer={config.tokenizer} was made for the bundled text: other text may "
+                "need twice as many tokens; data.tokenizer=null trains one on data.sources"
+            )
+        return read_tokenizer(config.tokenizer, **tokens), f"data.tokenizer={config.tokenizer!r}"
     from training.data.sources import sample_texts, store_tokenizers  # imports this module
 
     stores = store_tokenizers(config)
     if stores:
-        first, *others = (
-            read_tokenizer(path, eos_token=config.eos_token, bos_token=config.bos_token)
-            for path in stores
-        )
+        first, *others = (read_tokenizer(path, **tokens) for path in stores)
         if any(other.hash != first.hash for other in others):
             raise DataError(
                 "data.sources: the token stores were made with different tokenizers: "
                 + ", ".join(str(path.parent) for path in stores)
             )
-        return first
-    return train_tokenizer(sample_texts(config), config.tokenizer_vocab_size or DEFAULT_VOCAB_SIZE)
+        return first, f"the token store {stores[0].parent}"
+    size = config.tokenizer_vocab_size or DEFAULT_VOCAB_SIZE
+    return train_tokenizer(sample_texts(config), size), "the tokenizer trained here"

@@ -25,7 +25,7 @@ def write_tokenizer(folder: Path, numbers: int = 3000, **files: dict) -> Path:
     """A tokenizer of whole words "0", "1", … so that ids can be read off a text."""
     vocabulary = {"<|endoftext|>": EOS, "<|startoftext|>": BOS, "<|pad|>": PAD}
     vocabulary |= {str(n): NUMBERS + n for n in range(numbers)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -130,11 +130,11 @@ def test_truncation_and_padding_saved_in_the_file_are_not_obeyed(tmp_path: Path)
 
 
 def test_end_token_is_found_in_the_files_or_given(tmp_path: Path) -> None:
-    named = write_tokenizer(tmp_path / "a", tokenizer_config={"eos_token": {"content": "9"}})
-    assert read_tokenizer(named).eos_id == NUMBERS + 9
-    named = write_tokenizer(tmp_path / "b", special_tokens_map={"eos_token": "8"})
-    assert read_tokenizer(named).eos_id == NUMBERS + 8
-    assert read_tokenizer(named, eos_token="7").eos_id == NUMBERS + 7
+    named = write_tokenizer(tmp_path / "a", tokenizer_config={"eos_token": {"content": "99"}})
+    assert read_tokenizer(named).eos_id == NUMBERS + 99
+    named = write_tokenizer(tmp_path / "b", special_tokens_map={"eos_token": "88"})
+    assert read_tokenizer(named).eos_id == NUMBERS + 88
+    assert read_tokenizer(named, eos_token="77").eos_id == NUMBERS + 77
     with pytest.raises(DataError, match="eos_token='nine' is no token"):
         read_tokenizer(named, eos_token="nine")
     from tokenizers import Tokenizer, models
@@ -144,8 +144,8 @@ def test_end_token_is_found_in_the_files_or_given(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no end-of-document token.*data\.eos_token"):
         read_tokenizer(tmp_path / "c")
     # A choice made by the user is kept with the run.
-    read_tokenizer(named, eos_token="7").save(tmp_path / "kept")
-    assert read_tokenizer(tmp_path / "kept").eos_id == NUMBERS + 7
+    read_tokenizer(named, eos_token="77").save(tmp_path / "kept")
+    assert read_tokenizer(tmp_path / "kept").eos_id == NUMBERS + 77
 
 
 def test_hash_tells_tokenizers_apart(tmp_path: Path) -> None:
@@ -242,3 +242,58 @@ def test_no_text_to_train_on(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.sources\[0\]: .*a\.jsonl holds no text"):
         load_tokenizer(config, tmp_path / "tokenizer")
     assert not (tmp_path / "tokenizer").exists()
+
+
+def weights_tokenizer(folder: Path, numbers: int) -> tuple[Path, TextTokenizer]:
+    write_tokenizer(folder, numbers=numbers)
+    return folder, read_tokenizer(folder)
+
+
+def test_b1_initial_weights_bring_their_tokenizer(tmp_path: Path) -> None:
+    own, tokenizer = weights_tokenizer(tmp_path / "own", 40)
+    text = SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", ["1 2 3"] * 9)))
+    start = {"init_from": own, "init_name": "out/"}
+    taken = load_tokenizer(DataConfig(sources=[text]), tmp_path / "r1/tokenizer", **start)
+    assert taken.hash == tokenizer.hash
+    copy = DataConfig(sources=[text], tokenizer=str(write_tokenizer(tmp_path / "copy", 40)))
+    assert load_tokenizer(copy, tmp_path / "r2/tokenizer", **start).hash == tokenizer.hash
+    other = DataConfig(sources=[text], tokenizer=str(write_tokenizer(tmp_path / "other", 30)))
+    with pytest.raises(DataError, match=r"other' is another tokenizer than .*init_from='out/'"):
+        load_tokenizer(other, tmp_path / "r3/tokenizer", **start)
+    trained = DataConfig(sources=[text], tokenizer_vocab_size=300)
+    with pytest.raises(DataError, match="tokenizer_vocab_size=300 trains a tokenizer, but"):
+        load_tokenizer(trained, tmp_path / "r4/tokenizer", **start)
+    without = {"init_from": None, "init_name": "out/"}
+    with pytest.raises(DataError, match=r"init_from='out/' has no tokenizer; give the one"):
+        load_tokenizer(DataConfig(sources=[text]), tmp_path / "r5/tokenizer", **without)
+
+
+def test_b1_a_hub_name_is_checked_when_a_run_resumes(tmp_path: Path) -> None:
+    load_tokenizer(DataConfig(tokenizer=str(write_tokenizer(tmp_path / "a"))), tmp_path / "run/t")
+    with pytest.raises(DataError, match="'nobody/none' is no file or folder with a tokenizer"):
+        load_tokenizer(DataConfig(tokenizer="nobody/none"), tmp_path / "run/t")
+
+
+def test_b5_what_cannot_be_kept_out_of_text_is_no_end_token(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=r"ordinary text becomes '7'.* data\.eos_token"):
+        read_tokenizer(folder, eos_token="7")
+    with pytest.raises(DataError, match="ordinary text becomes '0'"):  # unknown words
+        read_tokenizer(folder, bos_token="0")
+
+
+def test_b6_bundled_tokenizer_with_other_text_is_told(tmp_path: Path, caplog) -> None:
+    config = DataConfig(tokenizer="bundled:moby-dick")
+    load_tokenizer(config)
+    assert caplog.text == ""
+    other = SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", ["x"])))
+    load_tokenizer(config.model_copy(update={"sources": [other]}))
+    assert "bundled:moby-dick was made for the bundled text" in caplog.text
+
+
+def test_b8_a_guessed_end_token_is_told_once(tmp_path: Path, caplog) -> None:
+    read_tokenizer(write_tokenizer(tmp_path / "a")).save(tmp_path / "b")
+    assert "documents end with '<|endoftext|>' (id 0); data.eos_token names another" in caplog.text
+    caplog.clear()
+    assert "documents end with '<|endoftext|>'" in read_tokenizer(tmp_path / "b").describe()
+    assert caplog.text == ""
