@@ -112,7 +112,7 @@ def test_checkpoint_tensors_are_read_one_by_one(trained: Path) -> None:
 
 
 def test_b3_check_finds_a_tokenizer_that_is_rebuilt(script, trained, tmp_path, capsys) -> None:
-    """The same vocabulary and merges under another splitting rule, and another begin."""
+    """The same vocabulary and merges under another rule for leading spaces, and another begin."""
     import json
 
     from models.hf_check import check_export
@@ -125,7 +125,7 @@ def test_b3_check_finds_a_tokenizer_that_is_rebuilt(script, trained, tmp_path, c
     file = out / "tokenizer.json"
     right = file.read_text()
     content = json.loads(right)
-    content["pre_tokenizer"]["use_regex"] = False
+    content["pre_tokenizer"]["add_prefix_space"] = True
     file.write_text(json.dumps(content))
     problems = check_export(model, out, tokenizer=tokenizer, new_tokens=2).problems
     assert any("AutoTokenizer reads" in problem for problem in problems), problems
