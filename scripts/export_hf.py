@@ -32,7 +32,7 @@ from training.weights import (
 )
 
 GGUF_NOTE = (
-    "llama.cpp's converter knows tokenizers by name: for an own one see docs/huggingface.md, Text"
+    "for llama.cpp convert it with scripts/to_gguf.py: its own converter refuses new tokenizers"
 )
 
 
