@@ -47,8 +47,10 @@ class Measured:
     reserved: int
     """What the allocator took from the device."""
     context: int
-    """What the device has in use beyond that."""
+    """What the device has in use beyond that, if nothing else on it grew meanwhile."""
     tokens_per_second: float
+    document: float
+    """Tokens of the document that the average token is in."""
 
 
 def measure(config: Config, plan: Plan, steps: int, breakdown: Path | None = None) -> Measured:
@@ -70,6 +72,7 @@ def measure(config: Config, plan: Plan, steps: int, breakdown: Path | None = Non
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(config.data, Path(folder) / "tokenizer")
         batches = text_batches(config, plan, tokenizer, 4)
+    lengths = [n for rows in batches for batch in rows for n in batch.documents.lengths]
     architecture = model_config(config, tokenizer)
     with mock.patch("training.assemble.init_weights", draw_on_device):
         trainee = make_trainee(config, architecture, plan, device, config.train.steps or 1000)
@@ -104,6 +107,7 @@ def measure(config: Config, plan: Plan, steps: int, breakdown: Path | None = Non
         reserved=reserved,
         context=size - free - reserved - max(others, 0),
         tokens_per_second=plan.tokens_per_step / statistics.median(seconds),
+        document=sum(n * n for n in lengths) / sum(lengths),
     )
 
 

@@ -72,6 +72,8 @@ class Chain:
     """Only with a GPU."""
     package: str | None = None
     """Only where this package is installed."""
+    gib: float = 0
+    """Only on a GPU with so much memory."""
 
 
 # ---- what must come of a command ---------------------------------------------------------------
@@ -167,6 +169,8 @@ EVERY_5 = (
 SHORT = f"train.steps=60 checkpoint.every_steps=10 {EVERY_5}"
 ON_CPU = "run.device=cpu train.compile=false"
 FOUR = "parallel.nodes=2 parallel.expert=2"
+MEASURE = "python scripts/estimate.py --measure --gpu H200"
+NARROW = "train.checkpointing=none optim.weights=bfloat16 optim.moments=bfloat16"
 TORCHRUN_ONE = "torchrun --standalone --nproc-per-node=1 train.py configs/quickstart.yaml"
 
 
@@ -330,6 +334,22 @@ def chains() -> list[Chain]:
                 ),
             ),
         ),
+        Chain(  # exit code 1 if the peak is not the estimated one
+            "memory",
+            (
+                Step(f"{MEASURE} configs/tessera_1b_a200m.yaml train.global_batch_size=16"),
+                Step(
+                    f"{MEASURE} configs/olmoe_1b_7b.yaml {NARROW} train.micro_batch_size=8 "
+                    "train.global_batch_size=8"
+                ),
+                Step(
+                    f"{MEASURE} configs/qwen3_30b_a3b.yaml {NARROW} train.micro_batch_size=4 "
+                    "train.global_batch_size=4 model.num_hidden_layers=8"
+                ),
+            ),
+            cuda=True,
+            gib=130,  # 80, beside the other chains
+        ),
     ]
 
 
@@ -413,6 +433,11 @@ def possible(chain: Chain, cuda: bool) -> str | None:
     """Why this machine cannot run a chain; None if it can."""
     if chain.cuda and not cuda:
         return "needs a CUDA device"
+    if chain.gib:
+        import torch
+
+        if torch.cuda.get_device_properties(0).total_memory < chain.gib * 2**30:
+            return f"needs a GPU with {chain.gib:g} GiB"
     if chain.package is not None and find_spec(chain.package) is None:
         return f"{chain.package} is not installed"
     return None

@@ -5,8 +5,9 @@
     python scripts/estimate.py configs/olmoe_1b_7b.yaml --gpus 8 --gpu-memory 141 model.save=x
 
 No weights are made and no GPU is needed. Activations come from a replay of one micro-batch through
-the real code (training/memory.py); hours assume a share of the GPU's peak (--mfu), which is a guess
-until a run has shown its own. Exit code 0: it fits, 1: it does not, 2: a mistake in the config.
+the real code (training/memory.py). Hours come from the rates of a step's parts on one H200, scaled
+to --gpu (training/speed.py), communication not counted; or, with --mfu, from a share of its peak.
+Exit code 0: it fits, 1: it does not, 2: a mistake in the config.
 
     python scripts/estimate.py configs/tessera_1b_a200m.yaml --measure train.global_batch_size=16
 
@@ -46,8 +47,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=1, help="processes, one for each GPU")
     parser.add_argument("--hosts", type=int, default=1, help="that the GPUs are in (default 1)")
     parser.add_argument("--gpu-memory", type=float, help="GiB of one GPU; nothing: no verdict")
-    parser.add_argument("--gpu", default="H100", help="model, for its peak speed (default H100)")
-    parser.add_argument("--mfu", type=float, default=0.3, help="share of the peak (default 0.3)")
+    parser.add_argument("--gpu", default="H100", help="model, for its speed (default H100)")
+    parser.add_argument("--mfu", type=float, help="share of the peak, instead of measured rates")
+    parser.add_argument(
+        "--document", type=float, metavar="TOKENS",
+        help="length of the document that the average token is in (default: rows are one document)",
+    )  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="train here, and compare")
     parser.add_argument("--steps", type=int, default=3, help="that --measure times, after two")
     parser.add_argument(
@@ -65,7 +70,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{key}={value} must be at least 1")
     if options.gpu_memory is not None and options.gpu_memory <= 0:
         parser.error(f"--gpu-memory={options.gpu_memory:g} must be above 0")
-    if not 0 < options.mfu <= 1:
+    if options.document is not None and options.document < 1:
+        parser.error(f"--document={options.document:g} must be at least 1")
+    if options.mfu is not None and not 0 < options.mfu <= 1:
         parser.error(f"--mfu={options.mfu} must be above 0 and at most 1")
     return options
 
@@ -199,15 +206,20 @@ def main(arguments: list[str] | None = None) -> int:
     if config.train.steps is not None:
         tokens, kind = config.train.steps * plan.tokens_per_step, "time"
         rows.append(("tokens in the run", human_count(tokens), f"{config.train.steps:,} steps"))
-    peak, title = _peak(options.gpu), "work"
+    card, title = _card(options.gpu), "work"
     if plan.device == "cuda":
         title = f"work, on {options.gpus} x {options.gpu}, whatever this machine has"
-        speed = options.gpus * peak * options.mfu / flops
-        hours = f"{options.gpus * tokens / speed / 3600:,.1f} GPU h"
-        rows += [
-            ("tokens per second", human_count(speed), _assumption(options, peak)),
-            (kind, human_time(tokens / speed), hours),
-        ]
+        seconds, remark, parts = step_time(options, config, plan, card)
+        if seconds is None:
+            rows.append((kind, "?", remark))
+        else:
+            speed = plan.tokens_per_step / seconds
+            hours = f"{options.gpus * tokens / speed / 3600:,.1f} GPU h"
+            rows += [
+                ("step", f"{seconds * 1e3:,.0f} ms", parts),
+                ("tokens per second", human_count(speed), remark),
+                (kind, human_time(tokens / speed), hours),
+            ]
     else:
         rows.append((kind, "?", "no peak is known of a CPU; the run's log lines tell"))
     weights, moments = config.optim.weights, config.optim.moments
@@ -220,6 +232,34 @@ def main(arguments: list[str] | None = None) -> int:
     if options.measure:
         return compare(options, config, plan, memory)
     return verdict(options, config, plan, memory)
+
+
+def step_time(
+    options: argparse.Namespace, config: Config, plan: Plan, card: str
+) -> tuple[float | None, str, str]:
+    """Seconds of a step on the GPUs of the plan, what they rest on, and the largest parts."""
+    from training.device import PEAK_FLOPS
+    from training.flops import counts_first, flops_per_token
+    from training.speed import basis, step_seconds
+
+    speed = options.gpus * dict(PEAK_FLOPS)[card]
+    of = f"of {speed / options.gpus / 1e12:.0f} TFLOP/s"
+    work = plan.tokens_per_step * flops_per_token(config.model.config, config.data.seq_len)
+    if options.mfu is not None:
+        passes = 4 / 3 if counts_first(config, plan.accumulation) else 1
+        return passes * work / (speed * options.mfu), f"assuming {options.mfu:.0%} {of}", ""
+    found = step_seconds(config, plan, card, options.document)
+    if found is None:
+        return None, "rates are known of bfloat16 with Triton or Hopper kernels: give --mfu", ""
+    seconds = sum(found.values())
+    remark = f"{basis(card)}; MFU {work / (seconds * speed):.0%} {of}"
+    if options.gpus > 1:
+        remark += "; communication not counted"
+    if plan.offload.state != "none":
+        remark += "; offloading not counted"
+    largest = sorted(found, key=found.get)[:-5:-1]
+    shares = [f"{name} {found[name] / seconds:.0%}" for name in largest]
+    return seconds, remark, ", ".join(share for share in shares if not share.endswith(" 0%"))
 
 
 def compare(options: argparse.Namespace, config: Config, plan: Plan, memory) -> int:
@@ -236,6 +276,11 @@ def compare(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
     peak = peak_flops(torch.device("cuda"))
     flops = flops_per_token(config.model.config, config.data.seq_len)
     mfu = f"MFU {found.tokens_per_second * flops / peak:.1%}" if peak else "no peak is known"
+    options.document = found.document
+    seconds, _, _ = step_time(options, config, plan, _card(options.gpu))
+    if seconds is not None:
+        mfu += f"; estimated {human_count(plan.tokens_per_step / seconds)} on {options.gpu}, "
+        mfu += f"documents of {found.document:,.0f} tokens"
     show(
         f"measured, GiB (torch {torch.__version__}, {torch.cuda.get_device_name()}, "
         f"{'compiled' if plan.compile else 'not compiled'})",
@@ -244,7 +289,7 @@ def compare(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
             ("peak", _gib(found.peak), f"estimated {_gib(estimated)}"),
             ("peak after two steps", _gib(found.steady), ""),
             ("held by the allocator", _gib(found.reserved), ""),
-            ("context", _gib(found.context), f"estimated {_gib(memory.context)}"),
+            ("context", _gib(found.context), f"estimated {_gib(memory.context)}; on an idle card"),
             ("tokens per second", human_count(found.tokens_per_second), mfu),
         ],
     )
@@ -323,19 +368,17 @@ def _gib(value: float) -> str:
     return f"{value / GIB:.2f}" if value >= GIB / 2 else f"{value / GIB:.2g}"
 
 
-def _peak(name: str) -> float:
+def _card(name: str) -> str:
+    """The name of a GPU in the table of peak speeds."""
     from training.device import PEAK_FLOPS
 
-    exact = [peak for part, peak in PEAK_FLOPS if part.lower() == name.lower()]
-    near = [peak for part, peak in PEAK_FLOPS if part.lower() in name.lower()]
-    for peak in exact + near:
-        return peak
-    known = ", ".join(part for part, _ in PEAK_FLOPS)
-    fail(ConfigError(f"--gpu={name!r} is not in the table of peak speeds; known: {known}"))
-
-
-def _assumption(options: argparse.Namespace, peak: float) -> str:
-    return f"assuming {options.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s ({options.gpu}, bfloat16)"
+    known = [part for part, _ in PEAK_FLOPS]
+    exact = [part for part in known if part.lower() == name.lower()]
+    near = [part for part in known if part.lower() in name.lower()]
+    for part in exact + near:
+        return part
+    told = ", ".join(known)
+    fail(ConfigError(f"--gpu={name!r} is not in the table of peak speeds; known: {told}"))
 
 
 if __name__ == "__main__":

@@ -131,17 +131,13 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
     """
     model, mesh = build_model(config.model.config, device="meta"), plan.mesh
     kinds = parameter_kinds(model)
-    held = 0
+    held = held_elements(config, plan)
     blocks: dict[str, int] = {}  # elements of a block as this process computes with them
     for name, parameter in model.named_parameters():
-        kind, count = kinds[name], parameter.numel()
-        if kind == "router":
-            held += count
+        if kinds[name] == "router":
             continue
-        if kind == "expert":
-            count //= mesh.expert
-        held += -(-count // (mesh.expert_shard if kind == "expert" else mesh.local))
         block = ".".join(name.split(".")[:2])
+        count = parameter.numel() // (mesh.expert if kinds[name] == "expert" else 1)
         blocks[block] = blocks.get(block, 0) + count
     width, largest = DTYPES[plan.dtype].itemsize, max(blocks.values())
     offload, deepspeed = plan.offload, plan.engine == "deepspeed"
@@ -162,3 +158,19 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
         "host": places["cpu"],
         "disk": places["nvme"],
     }
+
+
+def held_elements(config: Config, plan: Plan) -> int:
+    """Parameters whose master weights, gradients and moments one process keeps."""
+    model, mesh = build_model(config.model.config, device="meta"), plan.mesh
+    kinds = parameter_kinds(model)
+    held = 0
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        if plan.engine is None or kinds[name] == "router":
+            held += count
+        elif kinds[name] == "expert":
+            held += -(-count // mesh.expert // mesh.expert_shard)
+        else:
+            held += -(-count // mesh.local)
+    return held

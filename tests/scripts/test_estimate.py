@@ -14,9 +14,11 @@ from models.config import ModelConfig
 from models.documents import Documents
 from models.execution import compile_blocks
 from training.config import load_config, make_plan
+from training.device import PEAK_FLOPS
 from training.memory import activation_bytes, process_memory
 from training.optim import MasterAdamW, States, parameter_groups
 from training.replay import Allocations, replay
+from training.speed import BANDWIDTH, step_seconds
 
 SMALL = ModelConfig(
     family="qwen3_moe",
@@ -215,6 +217,62 @@ def test_a5_peaks_are_those_measured_on_one_h200(name, words, gib):
     assert (memory.total - memory.context) / 2**30 == pytest.approx(gib, rel=0.03)
 
 
+GLOBAL = ["train.global_batch_size=64", "router.balance_scope=global", "model.kernels=triton"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "document", "speed"),
+    [
+        ("olmoe_1b_7b", OLMOE, 2389, 60.8e3),
+        ("olmoe_1b_7b", [*OLMOE, EAGER], 2389, 49.5e3),
+        ("olmoe_1b_7b", ["train.global_batch_size=8"], 2389, 49.1e3),
+        ("qwen3_30b_a3b", QWEN3, 2183, 80.9e3),
+        ("qwen3_30b_a3b", [*QWEN3, EAGER], 2183, 67.6e3),
+        ("tessera_1b_a200m", GLOBAL, 1523, 252e3),  # of older code
+        ("quickstart", [], None, 41e3),
+    ],
+)
+def test_a5_speed_is_that_measured_on_one_h200(name, words, document, speed):
+    """Each part at its rate; `document` is what scripts/bench_train.py's rows have."""
+    config = load_config(f"configs/{name}.yaml", words)
+    plan = make_plan(config, cuda=True)
+    seconds = sum(step_seconds(config, plan, "H200", document).values())
+    assert plan.tokens_per_step / seconds == pytest.approx(
+        speed, rel=0.1 if "tess" in name else 0.06
+    )
+
+
+def test_a5_speed_follows_what_a_step_does():
+    def parts(*words, card="H200", gpus=1, document=None):
+        config = load_config("configs/olmoe_1b_7b.yaml", ["train.global_batch_size=16", *words])
+        return step_seconds(config, make_plan(config, gpus, cuda=True), card, document)
+
+    plain = parts()
+    attention = {n: parts(document=n)["attention"] for n in (100, 1000, 10_000)}
+    assert (
+        attention[10_000] == plain["attention"] == pytest.approx(4.09 * attention[1000], rel=0.01)
+    )
+    assert plain["attention"] > 40 * attention[100]
+    h100, a100 = parts(card="H100"), parts(card="A100")
+    assert h100["experts"] == plain["experts"] and h100["AdamW"] > 1.4 * plain["AdamW"]
+    assert a100["dense products"] == pytest.approx(989 / 312 * plain["dense products"])
+    assert a100["experts"] > 989 / 312 * plain["experts"], "with Triton's kernels"
+    full, none = (parts(f"train.checkpointing={mode}") for mode in ("full", "none"))
+    assert full["experts"] > 1.25 * plain["experts"] == 1.25 * none["experts"]
+    assert none["norms and rotations"] < plain["norms and rotations"]
+    assert parts("model.save=x")["experts"] > 1.1 * plain["experts"]
+    counted = parts("router.balance_scope=global")
+    assert counted["experts"] == full["experts"] and counted["AdamW"] == plain["AdamW"]
+    half = parts(gpus=2, card="H200")
+    assert half["AdamW"] == pytest.approx(plain["AdamW"] / 2, rel=0.01)
+    assert half["experts"] == pytest.approx(plain["experts"] / 2)
+    assert parts("train.dtype=float32") is None and parts("model.kernels=reference") is None
+
+
+def test_a5_every_card_of_the_table_has_a_bandwidth():
+    assert [name for name, _ in PEAK_FLOPS if name not in BANDWIDTH] == []
+
+
 def test_a5_a_compiled_block_keeps_what_the_compiler_keeps():
     """The saved tensors of torch.compile with the partitioner of its default backend."""
     config = ModelConfig(**{**SMALL.model_dump(), "num_hidden_layers": 3})
@@ -299,7 +357,14 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "fits: 1.4 GiB, within 95% of 8 GiB" in text, "1 GiB of context, 4 rows"
     assert "work, on 2 x H100, whatever this machine has" in text and "tokens per second" in text
-    assert "accumulation 1" in text
+    assert "accumulation 1" in text and "extrapolated from H200; MFU" in text
+    assert "communication not counted" in text
+    assert estimate.main([path, "--gpu", "h200", "--document", "20"]) == 0
+    assert "rates measured on one H200; MFU" in capsys.readouterr().out
+    assert estimate.main([path, "--mfu", "0.4"]) == 0
+    assert "assuming 40% of 989 TFLOP/s" in capsys.readouterr().out
+    assert estimate.main([path, "train.dtype=float32"]) == 0
+    assert "give --mfu" in capsys.readouterr().out
     assert estimate.main([path, "--gpu-memory", "0.9", "model.save=x"]) == 1
     text = capsys.readouterr().out
     assert "does not fit: 1.0 GiB, more than 95% of 0.9 GiB" in text
@@ -327,6 +392,7 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
         (["--gpu-memory", "-5"], "--gpu-memory=-5 must be above 0"),
         (["--gpu", "Z9"], "--gpu='Z9' is not in the table"),
         (["train.step=3"], "did you mean train.steps?"),
+        (["--document", "0"], "--document=0 must be at least 1"),
         (["--mfu", "30"], "--mfu=30.0 must be above 0"),
         (["--breakdown", "x"], "--breakdown needs --measure"),
         (["--measure", "--gpus", "2"], "--gpus=2 must be 1"),

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from training import device
+from training.config import load_config, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,9 +112,27 @@ def test_a_step_fails_by_its_exit_code_its_check_and_is_told_with_its_last_lines
     )
 
 
-def test_what_a_machine_cannot_run_is_named(smoke):
+def test_what_a_machine_cannot_run_is_named(smoke, monkeypatch):
     left_out = [chain.name for chain in smoke.chains() if smoke.possible(chain, cuda=False)]
     assert "CUDA graph" in left_out and "use it" not in left_out
+    (memory,) = [chain for chain in smoke.chains() if chain.name == "memory"]
+    for gib, why in ((80, "needs a GPU with 130 GiB"), (139.8, None)):
+        card = SimpleNamespace(total_memory=gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, card=card: card)
+        assert smoke.possible(memory, cuda=True) == why
+
+
+def test_a5_smoke_compares_measured_peaks_of_three_configs(smoke, script):
+    """Each command is one that --measure takes, and its exit code counts."""
+    (memory,) = [chain for chain in smoke.chains() if chain.name == "memory"]
+    estimate, names = script("estimate"), []
+    for step in memory.steps:
+        options = estimate.parse(smoke.words(step.command, {})[2:])
+        config = load_config(options.config, options.overrides)
+        plan = make_plan(config, cuda=True)
+        assert options.measure and plan.accumulation == 1 and plan.compile and step.code == 0
+        names.append(Path(options.config).stem)
+    assert names == ["tessera_1b_a200m", "olmoe_1b_7b", "qwen3_30b_a3b"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what is left out without a GPU")
