@@ -28,6 +28,7 @@ multiple of `ALIGN`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -268,6 +269,19 @@ class _Flat:
         return {name: flat[start : start + count] for name, (start, count) in self.places.items()}
 
 
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """A hook that does not keep its optimizer alive: Python's collector does not see the way from a
+    parameter to its hooks, and would keep all that both hold for ever."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: nn.Parameter) -> None:
+        found = reference()
+        if found is not None:
+            found(parameter)
+
+    return hook
+
+
 class MasterAdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over flat float32 buffers.
 
@@ -345,7 +359,7 @@ class MasterAdamW:
                 parameter.grad = piece  # autograd adds into it in place
             else:
                 self._narrow[parameter] = piece
-                parameter.register_post_accumulate_grad_hook(self._collect)
+                parameter.register_post_accumulate_grad_hook(_weakly(self._collect))
         self._stale = dict(self._narrow)
 
     def _collect(self, parameter: nn.Parameter) -> None:

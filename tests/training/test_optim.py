@@ -1,7 +1,9 @@
 """Parameter groups, float32 master weights, clipping, and steps that are skipped on the device."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -130,6 +132,18 @@ def test_every_parameter_is_in_one_group_with_the_decay_of_the_rule(dtype, tied)
         "layers.0.router",
         "layers.1.router",
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a5_a_run_that_ended_leaves_no_memory_behind(dtype):
+    """Parameters know the optimizer by their hooks, which Python's collector does not see."""
+    model = Model(dtype)
+    optimizer = build(model)
+    gone = [weakref.ref(optimizer), weakref.ref(model.head.weight)]
+    assert all(reference() is not None for reference in gone)
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_table_accounts_for_every_element():
