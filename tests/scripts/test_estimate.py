@@ -233,7 +233,7 @@ GLOBAL = ["train.global_batch_size=64", "router.balance_scope=global", "model.ke
     ],
 )
 def test_a5_speed_is_that_measured_on_one_h200(name, words, document, speed):
-    """Each part at its rate; `document` is what scripts/bench_train.py's rows have."""
+    """Each part at its rate; `document` is what the rows of scripts/bench/train.py have."""
     config = load_config(f"configs/{name}.yaml", words)
     plan = make_plan(config, cuda=True)
     seconds = sum(step_seconds(config, plan, "H200", document).values())
