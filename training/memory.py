@@ -29,11 +29,13 @@ def activation_bytes(config: Config, plan: Plan) -> int:
         rows=plan.micro_batch_size,
         seq_len=config.data.seq_len,
         dtype=DTYPES[plan.dtype],
-        save=config.model.save,
+        options={
+            "save": config.model.save,
+            "kernels": config.model.kernels,
+            # Where epochs make the length, any that no schedule is too long for does.
+            **router_options(config, model, config.train.steps or 1_000_000),
+        },
         checkpointing=config.train.checkpointing,
-        # Where epochs make the length, any that no schedule is too long for does.
-        router=router_options(config, model, config.train.steps or 1_000_000),
-        kernels=config.model.kernels,
         gpu=plan.device == "cuda",
         compiled=plan.compile,
         keep_gradients=_one_micro_batch(plan),

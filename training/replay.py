@@ -93,10 +93,8 @@ def replay(
     rows: int,
     seq_len: int,
     dtype: torch.dtype,
-    save: str = "h",
+    options: Mapping[str, Any] | None = None,
     checkpointing: str = "none",
-    router: Mapping[str, Any] | None = None,
-    kernels: str = "auto",
     gpu: bool = False,
     compiled: bool = False,
     keep_gradients: bool = False,
@@ -106,19 +104,18 @@ def replay(
     Args:
         rows, seq_len: of the micro-batch.
         dtype: of weights and activations.
-        save, checkpointing, kernels: as in the config.
-        router: how the run routes, `training.assemble.router_options`; None: as the family does.
+        options: of `models.build.build_model`: save, kernels, and how the run routes.
+        checkpointing: as in the config.
         gpu: whether the run is on one.
         compiled: whether its blocks are.
         keep_gradients: whether those that are not float32 stay where autograd put them
             (`training.optim`, a step of one micro-batch); else they are added to buffers, which are
             counted elsewhere, as soon as they exist.
     """
-    if gpu and kernels == "hopper":  # which allocates as Triton's kernels do
-        kernels = "auto"
-    model = build_model(
-        model_config, kernels=kernels, save=save, dtype=dtype, device="meta", **(router or {})
-    )
+    options = dict(options or {})
+    if gpu and options.get("kernels") == "hopper":  # which allocates as Triton's kernels do
+        options["kernels"] = "auto"
+    model = build_model(model_config, dtype=dtype, device="meta", **options)
     begin_step(model, 1)  # a schedule of experts per token starts with most of them
     with contextlib.ExitStack() as stack:
         if gpu:

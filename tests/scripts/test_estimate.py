@@ -174,9 +174,10 @@ def saved_bytes(config: ModelConfig, rows: int, seq_len: int, **options) -> int:
 
 
 @functools.cache
-def replayed(layers: int, rows: int = 4, dtype=torch.float32, **options) -> int:
+def replayed(layers: int, rows: int = 4, dtype=torch.float32, save="h", **options) -> int:
     config = ModelConfig(**{**SMALL.model_dump(), "num_hidden_layers": layers})
-    return replay(config, rows=rows, seq_len=128, dtype=dtype, **options)
+    kept = {"save": save}
+    return replay(config, rows=rows, seq_len=128, dtype=dtype, options=kept, **options)
 
 
 def test_memory_of_a_layer_is_what_autograd_keeps_of_it():
