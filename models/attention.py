@@ -24,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from models.config import ModelConfig
 from models.norm import RMSNorm
 from models.rope import Rotation, rotate
+from moe.kernels._autograd import first_order
 from moe.kernels._triton import on_gpu
 
 # Options of varlen_attn; they differ between PyTorch 2.10 and 2.13.
@@ -260,6 +261,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
+@first_order
 def _backward(ctx, grad_THC: Tensor):
     return *torch.ops.tessera.document_attention_backward(grad_THC, *ctx.saved_tensors), None
 

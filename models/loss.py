@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from models.cross_entropy import IGNORED, cross_entropy
+from moe.kernels._autograd import first_order
 from moe.kernels._triton import on_gpu, pick_backend
 
 __all__ = ["IGNORED", "default_chunk", "linear_cross_entropy", "loss_backend"]
@@ -111,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, grad: Tensor):
         # Out of place: with retain_graph=True this may run twice on the same saved gradients.
         grad_x_TD, grad_weight_VD = ctx.saved_tensors

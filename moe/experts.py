@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe.kernels import hopper
+from moe.kernels._autograd import first_order
 from moe.kernels._grouped import gather_rows_ref
 from moe.kernels._tiles import RowTiles, row_tiles
 from moe.kernels._triton import pick_backend
@@ -103,7 +103,7 @@ class _Experts(torch.autograd.Function):
         return out, sums_ED
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, *_):
         (
             x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH, scale_R, token_R, slot_R, row_S,
@@ -212,8 +212,8 @@ def experts(
         `output_sums` also sums_ED, summed in float32, in the same dtype, without gradient.
 
     Gradients: x, weights, gates (`routing.gates_S`) and biases; what is frozen costs nothing.
-    Float32 sums, one rounding and no atomics: the same bits every time. A second backward through
-    the gradient raises RuntimeError.
+    Float32 sums, one rounding and no atomics: the same bits every time. No second
+    derivatives: a backward with create_graph=True raises RuntimeError.
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit, by name.

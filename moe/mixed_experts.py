@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe.experts import autocast_as_linear
 from moe.kernels import ragged
+from moe.kernels._autograd import first_order
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_width
 from moe.kernels.combine import combine
@@ -63,7 +63,7 @@ class _MixedExperts(torch.autograd.Function):
         return out, sums_ED
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, *_):
         (
             x, w1_PD, w2_UD, gates_S, h_RH, token_R, slot_R, row_S, offsets_E1, slot_offsets_T1,

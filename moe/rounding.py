@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe.kernels._autograd import first_order
 from moe.kernels._triton import pick_backend
 from moe.kernels.token_rounding import CAP_UNIT, RENORMS, VARIANTS, token_rounding
 from moe.kernels.topk_gating import Gating
@@ -233,7 +234,7 @@ class _DefaultVectorGradient(torch.autograd.Function):
         return y_TD.view_as(y_TD)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, dy_TD):
         expert_TK, dropped_TK, default_ED = ctx.saved_tensors
         dot_TE = dy_TD.to(ctx.gate_dtype) @ default_ED.to(ctx.gate_dtype).T

@@ -27,8 +27,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moe.kernels._autograd import first_order
 from moe.kernels.activations import activation_ref
 from moe.kernels.token_rounding import weights_ref
 from moe.router import probabilities
@@ -108,7 +108,7 @@ class _DenseGradient(torch.autograd.Function):
         return y_TD.view_as(y_TD)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy_TD):
         *tensors, missing_TE = ctx.saved_tensors
         dot_TE = ctx.dots(dy_TD, *tensors, ctx.weight_dtype)
@@ -155,7 +155,7 @@ class _DefaultGradient(torch.autograd.Function):
         return y_TD.view_as(y_TD)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy_TD):
         missing_TE, default_ED = ctx.saved_tensors
         dot_TE = dy_TD.to(ctx.weight_dtype) @ default_ED.to(ctx.weight_dtype).T

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moe.kernels._autograd import first_order
 from moe.kernels.combine import combine
 from parallel.transport import Pending, Split, Transport
 
@@ -122,7 +122,7 @@ class _Issue(torch.autograd.Function):
         return rows.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, ticket_grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
         assert exchange.backward is not None, "issue ran backward before wait"
@@ -140,7 +140,7 @@ class _Wait(torch.autograd.Function):
         return exchange.codec.decode(wire)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
         exchange.backward = exchange.transport.start(grad.contiguous(), exchange.split.reversed())
@@ -203,7 +203,7 @@ class _Spread(torch.autograd.Function):
         return copies.pick(x_TD)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         return ctx.copies.sum(grad_RD.contiguous()), None
 
@@ -215,7 +215,7 @@ class _Collect(torch.autograd.Function):
         return copies.sum(rows_RD.contiguous())
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
         return ctx.copies.pick(grad_TD), None
 

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moe.kernels._autograd import first_order
 from moe.kernels.routing_metadata import routing_metadata
 from moe.routing import Routing
 from parallel.all_to_all import Copies
@@ -278,7 +278,7 @@ class _Permute(torch.autograd.Function):
         return gates_S.index_select(0, slot_P)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None, None]:
         (row_S,) = ctx.saved_tensors
         if grad_P.shape[0] == 0:

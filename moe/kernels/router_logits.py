@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.kernels._autograd import first_order
 from moe.kernels._grouped import define_op
 from moe.kernels._triton import cdiv, launch, on_gpu, pick_backend, tl, triton
 
@@ -216,7 +217,7 @@ class _RouterLogits(torch.autograd.Function):
         return _op(x_TD, weight_ED, backend)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_TD, weight_ED = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
@@ -240,7 +241,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor, backend: str = "auto") -> Ten
 
     Returns:
         logits_TE in the weight's dtype. Gradients come in the dtype of what they belong to; a
-        second backward through them raises RuntimeError.
+        backward with create_graph=True raises RuntimeError.
 
     Raises:
         ValueError: shapes, dtypes or a backend that do not fit.

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe.kernels._autograd import first_order
 from moe.kernels._grouped import define_op
 from moe.kernels._triton import (
     INTERPRET,
@@ -1009,7 +1010,7 @@ class _TokenRounding(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, d_gate_S, *_rest):
         backward = _token_rounding_backward_triton if is_eager(d_gate_S) else _backward_op
         d_logits, d_gate = backward(*ctx.saved_tensors, d_gate_S, *ctx.form)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels import hopper
+from moe.kernels._autograd import first_order
 from moe.kernels._grouped import define_op
 from moe.kernels._networks import largest, merge_descending, sort_descending, stack, top_of
 from moe.kernels._triton import (
@@ -1298,7 +1299,7 @@ class _TopkGating(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx, _0, d_gate, d_lse, _3, d_prob, *_rest):
         logits_TE, x_TD, weight_ED, expert, gate, lse = ctx.saved_tensors
         score, norm, _ = ctx.form

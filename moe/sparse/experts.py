@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moe.kernels._autograd import first_order
 from moe.kernels._grouped import define_op, expert_of_rows, used_rows
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_backward_ref, activation_ref, activation_width
@@ -141,7 +141,7 @@ class _Activation(torch.autograd.Function):
         return _activation(h_RH, kind)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, da_RN):
         return _activation_backward(*ctx.saved_tensors, da_RN, ctx.kind), None
 

@@ -7,7 +7,7 @@
 
 All sums are float32 (float64 for float64), all orders fixed: every product is deterministic, there
 is no other mode. Gradients of transposed products walk the flipped pattern, which a matrix derives
-once. Not for double backward.
+once. No second derivatives: a backward with create_graph=True raises RuntimeError.
 
 Shape letters: M, K rows and columns of the sparse matrix, N columns of the dense one.
 """
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe.kernels import block_products
 from moe.kernels import sddmm as _sddmm
 from moe.kernels import spmm as _spmm
 from moe.kernels import spread as _spread
+from moe.kernels._autograd import first_order
 from moe.kernels._triton import pick_backend
 from moe.sparse.formats import BCSR, COO, CSC, CSR
 from moe.sparse.pattern import Pattern
@@ -73,7 +73,7 @@ class _Spmm(torch.autograd.Function):
         return _product(pattern, transposed, values, x, add, alpha, beta, backend)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         values, x = ctx.saved_tensors
         pattern, transposed, alpha, beta, backend = ctx.options
@@ -100,7 +100,7 @@ class _Sddmm(torch.autograd.Function):
         return _sddmm.sddmm(pattern.rows, pattern.indices, a, b, alpha=alpha, backend=backend)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
         pattern, alpha, backend = ctx.options
@@ -136,7 +136,7 @@ class _Dsd(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         blocks, x = ctx.saved_tensors
         pattern, transposed, alpha, beta, backend = ctx.options
@@ -176,7 +176,7 @@ class _Sdd(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
         pattern, alpha, backend = ctx.options

@@ -135,9 +135,8 @@ def test_second_backward_is_an_error():
     x_TD, weight_ED, _ = data(4, 6, 5, torch.float32)
     weight_ED.requires_grad_()
     value = router_logits(x_TD, weight_ED).square().sum()
-    (gradient,) = torch.autograd.grad(value, weight_ED, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph=True is not supported"):
+        torch.autograd.grad(value, weight_ED, create_graph=True)
 
 
 @pytest.mark.parametrize(

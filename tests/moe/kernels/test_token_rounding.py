@@ -378,6 +378,5 @@ def test_operator():
 def test_double_backward_is_an_error():
     z = torch.randn(16, 4, requires_grad=True)
     gate = rounded(z, 2, "triton")[1].gate_S
-    (d,) = torch.autograd.grad(gate.square().sum(), z, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d.sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph=True is not supported"):
+        torch.autograd.grad(gate.square().sum(), z, create_graph=True)

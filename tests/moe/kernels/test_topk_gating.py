@@ -622,9 +622,8 @@ def test_compiles_as_one_graph(backend):
 def test_double_backward_is_an_error():
     z = torch.randn(4, 6, requires_grad=True)
     gate = topk_gating(z, 2, backend="triton").gate_TK
-    (d,) = torch.autograd.grad(gate.square().sum(), z, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        d.sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph=True is not supported"):
+        torch.autograd.grad(gate.square().sum(), z, create_graph=True)
 
 
 @triton_only

@@ -292,9 +292,8 @@ def test_mistakes_are_refused():
     with pytest.raises(ValueError, match="inner sizes differ"):
         sdd(a.pattern, x, x, 1)
     y = torch.ones(3, 2, requires_grad=True)
-    (g,) = torch.autograd.grad(spmm(a, y).square().sum(), y, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph=True is not supported"):
+        torch.autograd.grad(spmm(a, y).square().sum(), y, create_graph=True)
     assert torch.equal(a @ x, x)
     assert torch.equal(x.mT @ a, x.mT)
     assert torch.equal(x.mT @ COO(*(torch.arange(3),) * 2, torch.ones(3), (3, 3)), x.mT)
