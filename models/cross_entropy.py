@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import launch, next_power_of_2, tl, triton
+from moe.kernels._triton import check_resolved, launch, next_power_of_2, tl, triton
 
 IGNORED = -100
 """Label of a token without a target."""
@@ -106,5 +106,6 @@ def cross_entropy(
 
     Returns losses_P in the logits' dtype and grad_PV or None.
     """
-    function = cross_entropy_triton if backend == "triton" else cross_entropy_ref
+    check_resolved("cross_entropy", backend)
+    function = cross_entropy_ref if backend == "reference" else cross_entropy_triton
     return function(logits_PV, labels_P, grad_dtype)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.balance import quantiles, sequence_sum
@@ -21,7 +20,7 @@ from moe.capacity import limit_capacity
 from moe.control import RouterControl
 from moe.experts import SAVE, experts
 from moe.kernels._triton import BACKENDS
-from moe.kernels.activations import activation_width
+from moe.kernels.activations import activation_of, activation_width
 from moe.kernels.ragged import Widths
 from moe.kernels.topk_gating import Gating, MadeOf
 from moe.metrics import RouterStats
@@ -78,7 +77,7 @@ class MoEConfig:
     group_top: int = 2
     """Scores that make a group's score; read when groups_kept < groups."""
     activation: str = "swiglu"
-    """One of `moe.kernels.activations.WIDTH`."""
+    """One of `moe.kernels.activations.ACTIVATIONS`."""
     shared_expert_size: int = 0
     """Inner width of the expert that every token uses; 0 = none."""
     expert_widths: tuple[int, ...] | None = None
@@ -199,16 +198,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up_proj(x) if self.gate_proj is None else self.gate_proj(x)
-        if self.activation in ("swiglu", "silu"):
-            inner = F.silu(inner)
-        elif self.activation in ("geglu", "gelu"):
-            inner = F.gelu(inner)
-        elif self.activation == "relu2":
-            inner = F.relu(inner).square()
-        elif self.activation == "reglu":
-            inner = F.relu(inner)
-        else:
-            raise NotImplementedError(f"activation={self.activation!r} has no formula here")
+        inner = activation_of(self.activation).inner(inner)
         if self.gate_proj is not None:
             inner = inner * self.up_proj(x)
         return self.down_proj(inner)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import is_eager
+from moe.kernels._triton import check_resolved, is_eager
 
 # -------------------------------------------------------------------------------------------------
 # custom ops
@@ -28,8 +28,13 @@ def define_op(schema: str, run: Callable, fake: Callable) -> Callable:
 
     The dispatcher and its Python glue cost tens of microseconds a call, which shows when a layer is
     nine launches long: on plain tensors the call goes past it (see `is_eager`).
+
+    Raises:
+        ValueError: (from a call) an argument `backend` that `pick_backend` does not give.
     """
-    name = schema.partition("(")[0]
+    name, _, arguments = schema.partition("->")[0].strip().removesuffix(")").partition("(")
+    types = [argument.partition("=")[0].strip() for argument in arguments.split(", ")]
+    backend_at = types.index("str backend") if "str backend" in types else None
     _LIBRARY.define(schema)
 
     def without_grad(*args):
@@ -41,10 +46,13 @@ def define_op(schema: str, run: Callable, fake: Callable) -> Callable:
     op = getattr(torch.ops.tessera, name).default
 
     def call(*args):
+        if backend_at is not None:
+            check_resolved(name, args[backend_at])
         if not is_eager(*args):
             return op(*args)
         return without_grad(*args) if torch.is_grad_enabled() else run(*args)
 
+    call.backend_at = backend_at  # type: ignore[attr-defined]
     return call
 
 

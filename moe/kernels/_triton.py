@@ -78,6 +78,7 @@ def next_power_of_2(n: int) -> int:
 
 
 BACKENDS = ("auto", "reference", "triton", "hopper", "spmm")
+RESOLVED = ("reference", "triton", "hopper")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -158,6 +159,18 @@ def pick_backend(
             "on a CPU set TRITON_INTERPRET=1 before the import (slow, for tests) or use 'reference'"
         )
     return name if name in available else "triton"
+
+
+def check_resolved(name: str, backend: str) -> None:
+    """Refuses, for the operator `name`, a backend that `pick_backend` does not give.
+
+    Raises:
+        ValueError: the backend and what is allowed.
+    """
+    if backend not in RESOLVED:
+        raise ValueError(
+            f"{name}: backend={backend!r} is not a resolved backend; allowed: {', '.join(RESOLVED)}"
+        )
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple))

@@ -329,12 +329,12 @@ def sdd_triton(
 
 
 def _run_dsd(indptr, indices, order, blocks, transposed, x, out, add, alpha, beta, backend):
-    f = dsd_triton if backend == "triton" else dsd_ref
+    f = dsd_ref if backend == "reference" else dsd_triton
     f(indptr, indices, order, blocks, transposed, x, out, add, alpha, beta)
 
 
 def _run_sdd(indptr, indices, a, b, height, width, alpha, backend):
-    f = sdd_triton if backend == "triton" else sdd_ref
+    f = sdd_ref if backend == "reference" else sdd_triton
     return f(indptr, indices, a, b, height, width, alpha)
 
 

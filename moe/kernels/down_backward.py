@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels import _tiles
+from moe.kernels import _tiles, hopper
 from moe.kernels._grouped import (
     arithmetic_dtype,
     define_op,
@@ -40,11 +40,11 @@ from moe.kernels._tiles import (
 from moe.kernels._triton import cdiv, launch, tl, triton
 from moe.kernels._tuning import size_class
 from moe.kernels.activations import (
-    WIDTH,
     act,
     act_and_slope,
     activation_backward_ref,
     activation_ref,
+    activation_width,
 )
 
 # --------------------------------------------------------------------------------------- reference
@@ -406,7 +406,7 @@ def down_backward_triton(
     """Launches the kernels; see `down_backward`."""
     E, D, N = w2_EDN.shape
     R, H = h_RH.shape
-    width = WIDTH[activation]
+    width = activation_width(activation)
     dh_RH = torch.empty_like(h_RH) if want_dh else None
     a_RN = h_RH.new_empty(R, N) if want_a else None
     dgate_S = torch.empty_like(gates_S) if want_dgate else None
@@ -484,6 +484,8 @@ def _run(
     if backend == "hopper" and (want_dh or want_dgate):
         from moe.kernels.hopper.down_backward import down_backward_hopper
 
+        D, N = w2_EDN.shape[1:]
+        hopper.check_operands(do_TD, w2_EDN, h_RH, activation=activation, bias=b2_ED, D=D, N=N)
         # One kernel makes all three: with some frozen, what is not wanted is dropped.
         tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, h_RH, backend)
         outs = down_backward_hopper(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe.kernels import _tiles
+from moe.kernels import _tiles, hopper
 from moe.kernels._grouped import arithmetic_dtype, define_op, grouped_rows_ref, used_rows
 from moe.kernels._rows import rows_triton
 from moe.kernels._tiles import RowTiles
@@ -39,6 +39,9 @@ def down_forward_ref(
 
 
 def _run(a_RN, w2_EDN, b2_ED, offsets_E1, scale_R, tiles, tile_rows, backend):
+    if backend == "hopper":
+        D, N = w2_EDN.shape[1:]
+        hopper.check_operands(a_RN, w2_EDN, bias=b2_ED, D=D, N=N)
     if backend != "reference":
         tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, a_RN, backend)
         if backend == "hopper":

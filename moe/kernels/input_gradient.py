@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe.kernels import _tiles
+from moe.kernels import _tiles, hopper
 from moe.kernels._grouped import define_op, grouped_rows_ref
 from moe.kernels._rows import rows_triton
 from moe.kernels._tiles import RowTiles
@@ -26,6 +26,8 @@ def input_gradient_ref(dh_RH: Tensor, w1_EHD: Tensor, offsets_E1: Tensor) -> Ten
 
 
 def _run(dh_RH, w1_EHD, offsets_E1, tiles, tile_rows, backend):
+    if backend == "hopper":
+        hopper.check_operands(dh_RH, w1_EHD, H=dh_RH.shape[1], D=w1_EHD.shape[2])
     if backend != "reference":
         tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, dh_RH, backend)
         if backend == "hopper":

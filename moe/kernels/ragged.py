@@ -42,7 +42,12 @@ from moe.kernels._tiles import (
 )
 from moe.kernels._triton import cdiv, launch, next_power_of_2, tl, triton
 from moe.kernels._tuning import size_class
-from moe.kernels.activations import WIDTH, act_and_slope, activation_backward_ref, activation_ref
+from moe.kernels.activations import (
+    act_and_slope,
+    activation_backward_ref,
+    activation_ref,
+    activation_width,
+)
 from moe.kernels.down_backward import _gates_of, _slots_of, _to_slots, sum_parts
 from moe.kernels.up_forward import _finish as _up_finish
 from moe.kernels.up_forward import _product as _transposed_product
@@ -105,7 +110,7 @@ def up_ref(
     activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Plain torch version of `up`; zeros where nothing is computed."""
-    x_RD, width = gather_rows_ref(x, token_R), WIDTH[activation]
+    x_RD, width = gather_rows_ref(x, token_R), activation_width(activation)
     h_RH = x_RD.new_zeros(x_RD.shape[0], max(sizes) * width)
     for rows, cols in _parts(offsets_E1, sizes, width):
         h_RH[rows, : cols.stop - cols.start] = x_RD[rows] @ w1_PD[cols].T
@@ -431,7 +436,7 @@ def up_triton(
     activation: str, save_h: bool, config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launches the kernel; see `up`. H has no rows when it is not saved."""
-    (P, D), width, N = w1_PD.shape, WIDTH[activation], max(sizes)
+    (P, D), width, N = w1_PD.shape, activation_width(activation), max(sizes)
     H, R = N * width, (x if token_R is None else token_R).shape[0]
     h_RH = x.new_empty(R if save_h else 0, H)
     a_RN = x.new_empty(R, N)
@@ -503,7 +508,7 @@ def down_backward_triton(
     activation: str, config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launches the kernels; see `down_backward`."""
-    (R, H), (U, D), width = h_RH.shape, w2_UD.shape, WIDTH[activation]
+    (R, H), (U, D), width = h_RH.shape, w2_UD.shape, activation_width(activation)
     N, device = max(sizes), h_RH.device
     dh_RH, a_RN = torch.empty_like(h_RH), h_RH.new_empty(R, N)
     dgate_S = h_RH.new_empty(0) if gates_S is None else torch.empty_like(gates_S)
@@ -593,7 +598,7 @@ def _run_up(x, w1, token, offsets, sizes, activation, save_h, backend):
 
 def _fake_up(x, w1, token, offsets, sizes, activation, save_h, backend):
     R, N = (x if token is None else token).shape[0], max(sizes)
-    return x.new_empty(R if save_h else 0, N * WIDTH[activation]), x.new_empty(R, N)
+    return x.new_empty(R if save_h else 0, N * activation_width(activation)), x.new_empty(R, N)
 
 
 def _run_rows(a, w, offsets, sizes, width, backend):

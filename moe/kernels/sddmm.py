@@ -118,7 +118,7 @@ def sddmm_triton(
 
 
 def _run(rows, indices, a, b, alpha, dtype, backend):
-    f = sddmm_triton if backend == "triton" else sddmm_ref
+    f = sddmm_ref if backend == "reference" else sddmm_triton
     return f(rows, indices, a, b, alpha, dtype)
 
 

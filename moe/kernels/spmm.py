@@ -311,7 +311,7 @@ def spmm_triton(
 def _run(
     indptr, indices, order, values, x, add, alpha, beta, row_length, split, chunk, backend
 ):  # fmt: skip
-    if backend != "triton":
+    if backend == "reference":
         return spmm_ref(indptr, indices, order, values, x, add, alpha, beta)
     split = Split(*split, chunk) if split else None
     return spmm_triton(indptr, indices, order, values, x, add, alpha, beta, row_length, split)

@@ -151,7 +151,7 @@ def spread_triton(
 
 
 def _run(indptr, rows, order, values, x, columns, length, backend):
-    if backend != "triton":
+    if backend == "reference":
         return spread_ref(indptr, rows, order, values, x, columns)
     return spread_triton(indptr, rows, order, values, x, columns, length)
 

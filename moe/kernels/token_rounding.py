@@ -33,6 +33,7 @@ from moe.kernels._triton import (
     INTERPRET,
     capability,
     cdiv,
+    check_resolved,
     is_eager,
     launch,
     next_power_of_2,
@@ -1066,6 +1067,7 @@ def token_rounding(
     fixed = (
         slots, score, norm, float(scale), variant, tile, min_tiles, cap, protect_top1, renorm
     )  # fmt: skip
+    check_resolved("token_rounding", backend)
     if backend == "reference":
         pairs = token_rounding_ref(logits_TE, expert_TK, gate_TK, lse_T, *fixed, uniform_E)
         meta = routing_metadata(

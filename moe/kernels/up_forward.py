@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe.kernels import _tiles
+from moe.kernels import _tiles, hopper
 from moe.kernels._grouped import define_op, gather_rows_ref, grouped_rows_ref
 from moe.kernels._tiles import (
     Config,
@@ -26,7 +26,7 @@ from moe.kernels._tiles import (
 )
 from moe.kernels._triton import cdiv, launch, tl, triton
 from moe.kernels._tuning import size_class
-from moe.kernels.activations import WIDTH, act, activation_ref
+from moe.kernels.activations import act, activation_ref, activation_width
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -194,7 +194,7 @@ def up_forward_triton(
 ) -> tuple[Tensor, Tensor]:
     """Launches the kernel; see `up_forward`. H has no rows when it is not saved."""
     _, H, D = w1_EHD.shape
-    width = WIDTH[activation]
+    width = activation_width(activation)
     N = H // width
     R = (x_TD if token_R is None else token_R).shape[0]
     h_RH = x_TD.new_empty(R if save_h else 0, H)
@@ -240,6 +240,9 @@ def up_forward_triton(
 def _run(
     x_TD, w1_EHD, b1_EH, token_R, offsets_E1, activation, save_h, tiles, tile_rows, backend
 ):  # fmt: skip
+    if backend == "hopper":
+        D, H = x_TD.shape[1], w1_EHD.shape[1]
+        hopper.check_operands(x_TD, w1_EHD, activation=activation, bias=b1_EH, D=D, H=H)
     if backend != "reference":
         per_row = x_TD if token_R is None else token_R
         tiles = _tiles.unpack(tiles, tile_rows, offsets_E1, per_row, backend)
@@ -259,7 +262,8 @@ def _fake(
 ):  # fmt: skip
     R = (x_TD if token_R is None else token_R).shape[0]
     H = w1_EHD.shape[1]
-    return x_TD.new_empty(R if save_h else 0, H), x_TD.new_empty(R, H // WIDTH[activation])
+    N = H // activation_width(activation)
+    return x_TD.new_empty(R if save_h else 0, H), x_TD.new_empty(R, N)
 
 
 _op = define_op(
@@ -293,7 +297,7 @@ def up_forward(
         b1_EH: bias or None.
         token_R: int32 token of each row.
         offsets_E1: int32 first row of each expert; rows from the last entry on are left undefined.
-        activation: a name in `activations.WIDTH`.
+        activation: a name in `activations.ACTIVATIONS`.
         save_h: False leaves H out (its tensor has no rows).
         tiles: row tiles of `offsets_E1` as made by `_tiles.row_tiles`, or None to make them here.
         backend: "reference", "triton" or "hopper", already resolved.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels import _tiles
+from moe.kernels import _tiles, hopper
 from moe.kernels._grouped import (
     arithmetic_dtype,
     define_op,
@@ -310,6 +310,7 @@ def bias_gradient_triton(
 
 def _run(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend):
     if backend == "hopper":
+        hopper.check_operands(left_RI, right_RO, I=left_RI.shape[1], O=right_RO.shape[1])
         from moe.kernels.hopper.outer import weight_gradient_hopper
 
         return weight_gradient_hopper(left_RI, right_RO, left_token_R, right_token_R, offsets_E1)

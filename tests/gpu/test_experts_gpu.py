@@ -15,7 +15,7 @@ import torch
 from moe.experts import experts, permuted_experts
 from moe.kernels import _tiles
 from moe.kernels._tiles import Config
-from moe.kernels.activations import WIDTH
+from moe.kernels.activations import ACTIVATIONS
 from moe.kernels.float8_rows import from_float8, to_float8
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
@@ -112,7 +112,7 @@ def test_other_dtypes(dtype: torch.dtype, D: int, N: int):
     _compare(topk_routing(300, 4, 2, holes=True, device="cuda"), D, N, dtype)
 
 
-@pytest.mark.parametrize("activation", WIDTH)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_and_biases(activation: str):
     routing = topk_routing(400, 4, 2, holes=True, device="cuda")
     _compare(routing, 136, 72, activation=activation, bias=True)

@@ -16,7 +16,7 @@ from moe.experts import experts, permuted_experts
 from moe.kernels import _tiles
 from moe.kernels._tiles import Config
 from moe.kernels._triton import HAVE_TRITON, INTERPRET
-from moe.kernels.activations import WIDTH
+from moe.kernels.activations import ACTIVATIONS
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -90,7 +90,7 @@ def _compare(routing: Routing, D: int, N: int, *, bias=True, activation="swiglu"
 # ------------------------------------------------------------------------------ values, gradients
 
 
-@pytest.mark.parametrize("activation", WIDTH)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("save", ["h", "x"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_reference_equals_a_loop(activation: str, save: str, bias: bool):

@@ -12,7 +12,7 @@ from moe.experts import experts
 from moe.kernels import _tiles, ragged
 from moe.kernels._tiles import Config
 from moe.kernels._triton import HAVE_TRITON, INTERPRET, interpreter_faults
-from moe.kernels.activations import WIDTH
+from moe.kernels.activations import ACTIVATIONS
 from moe.kernels.ragged import Widths
 from moe.layer import MoE, MoEConfig
 from moe.mixed_experts import mixed_experts
@@ -37,7 +37,7 @@ NAMES = ("out", "x", "w1", "w2", "gates")
 
 
 def _leaves(T, D, sizes, routing, activation, dtype, device="cpu"):
-    width, U = WIDTH[activation], sum(sizes)
+    width, U = ACTIVATIONS[activation].width, sum(sizes)
     return [
         random(T, D, dtype=dtype, device=device),
         random(U * width, D, dtype=dtype, device=device, scale=D**-0.5),
@@ -48,7 +48,7 @@ def _leaves(T, D, sizes, routing, activation, dtype, device="cpu"):
 
 def _by_hand(x, w1, w2, gates_S, routing, sizes, activation):
     """A loop over experts and their rows, differentiable."""
-    out, widths, width = torch.zeros_like(x), Widths(sizes), WIDTH[activation]
+    out, widths, width = torch.zeros_like(x), Widths(sizes), ACTIVATIONS[activation].width
     bounds, slots = routing.offsets_E1.tolist(), routing.slot_R.long()
     for e, (start, end) in enumerate(itertools.pairwise(bounds)):
         token = routing.token_R[start:end].long()
@@ -88,7 +88,7 @@ def _compare(
         check(name, one, other, bound)
 
 
-@pytest.mark.parametrize("activation", WIDTH)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("save", ["h", "x"])
 def test_reference_equals_a_loop(activation: str, save: str):
     routing = topk_routing(23, 4, 2, holes=True)

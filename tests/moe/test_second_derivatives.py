@@ -31,8 +31,9 @@ def _modules() -> list:
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             try:
                 found.append(importlib.import_module(info.name))
-            except ModuleNotFoundError as error:  # an optional library
-                assert error.name.split(".")[0] not in ("models", "moe", "parallel", "training")
+            except ModuleNotFoundError as error:
+                if error.name.split(".")[0] in ("models", "moe", "parallel", "training"):
+                    raise  # else an optional library
     return found
 
 
@@ -130,6 +131,11 @@ def test_c1_first_derivatives_remain_and_second_ones_do_not(how: str):
     want, want_w1, x.grad, layer.w1.grad = x.grad, layer.w1.grad, None, None
     run(x).square().sum().backward()
     assert torch.allclose(x.grad, want) and torch.allclose(layer.w1.grad, want_w1)
-    with pytest.raises(RuntimeError, match=r"create_graph|double backward|checkpoint|retain_graph"):
+
+    def twice():
         (g,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
         torch.autograd.grad(g.square().sum(), layer.w1)
+
+    # A reentrant checkpoint takes no `autograd.grad` at all.
+    with pytest.raises(RuntimeError, match=r"create_graph|double backward|\.grad\(\)"):
+        twice()

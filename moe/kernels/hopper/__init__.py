@@ -91,18 +91,46 @@ def why_not(
     activation: str,
 ) -> str | None:
     """What these operands have that the kernels cannot do, or None; the device is not looked at."""
-    if x.dtype != torch.bfloat16:
-        return f"dtype {x.dtype}; the kernels take bfloat16"
+    D, N = w2_EDN.shape[1:]
+    bias = b2_ED if b1_EH is None else b1_EH
+    reason = _unfit(x.dtype, {"D": D, "N": N}, activation, bias)
+    if reason is None and x.numel() >= 2**34:
+        return f"{x.numel()} numbers in x; rows are gathered by 32-bit places of 8, below 2^34"
+    return reason
+
+
+def _unfit(
+    dtype: torch.dtype, sizes: dict[str, int], activation: str, bias: Tensor | None
+) -> str | None:
+    if dtype != torch.bfloat16:
+        return f"dtype {dtype}; the kernels take bfloat16"
     if activation != "swiglu":
         return f"activation={activation!r}; the kernels have 'swiglu'"
-    if b1_EH is not None or b2_ED is not None:
+    if bias is not None:
         return "biases"
-    D, N = w2_EDN.shape[1:]
-    if D % 8 or N % 8:
-        return f"D={D}, N={N}; TMA needs multiples of 8"
-    if x.numel() >= 2**34:
-        return f"{x.numel()} numbers in x; rows are gathered by 32-bit places of 8, below 2^34"
+    if any(size % 8 for size in sizes.values()):
+        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"{named}; TMA needs multiples of 8"
     return None
+
+
+def check_operands(
+    *operands: Tensor, activation: str = "swiglu", bias: Tensor | None = None, **sizes: int
+) -> None:
+    """Refuses a single product that the launchers would compute otherwise than it was asked for.
+
+    Args:
+        operands: of one dtype each.
+        activation, bias: what the kernels would leave out.
+        sizes: widths of rows, by name.
+
+    Raises:
+        ValueError: the reason.
+    """
+    for operand in operands:
+        reason = _unfit(operand.dtype, sizes, activation, bias)
+        if reason is not None:
+            raise ValueError(f"backend='hopper' cannot run this: {reason}; use 'triton'")
 
 
 def prefers(

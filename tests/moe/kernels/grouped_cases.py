@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe.experts import experts
-from moe.kernels.activations import WIDTH
+from moe.kernels.activations import ACTIVATIONS
 from moe.routing import Routing
 
 # Relative error by norm that a dtype's rounding explains; see moe/kernels for where roundings are.
@@ -105,7 +105,7 @@ def weights(
     E: int, D: int, N: int, activation: str = "swiglu", dtype=torch.float32, device="cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """w1, w2, b1, b2 such that all activations are of order one."""
-    H = WIDTH[activation] * N
+    H = ACTIVATIONS[activation].width * N
     return (
         random(E, H, D, dtype=dtype, device=device, scale=D**-0.5),
         random(E, D, N, dtype=dtype, device=device, scale=N**-0.5),
@@ -123,7 +123,7 @@ def activate_by_hand(h: Tensor, activation: str) -> Tensor:
         "reglu": torch.relu,
         "relu2": lambda x: torch.relu(x) ** 2,
     }[activation]
-    if WIDTH[activation] == 2:
+    if ACTIVATIONS[activation].width == 2:
         return inner(h[..., 0::2]) * h[..., 1::2]
     return inner(h)
 

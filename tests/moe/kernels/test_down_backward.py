@@ -10,7 +10,7 @@ import torch
 from moe.kernels import _tiles
 from moe.kernels._tiles import Config
 from moe.kernels._triton import HAVE_TRITON, INTERPRET
-from moe.kernels.activations import WIDTH
+from moe.kernels.activations import ACTIVATIONS
 from moe.kernels.down_backward import down_backward
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -57,7 +57,7 @@ def _compare(
     do = random(T, D, dtype=dtype)
     _, w2, _, b2 = weights(E, D, N, activation, dtype)
     b2 = b2 if bias else None
-    h = random(R, WIDTH[activation] * N, dtype=dtype)
+    h = random(R, ACTIVATIONS[activation].width * N, dtype=dtype)
     h[int(routing.offsets_E1[-1]) :] = float("nan")
     gates = routing.gates_S
     source, token_R = do, routing.token_R
@@ -86,7 +86,7 @@ def _compare(
         assert not dgates[routing.row_S < 0].any(), "a slot without row has no gradient"
 
 
-@pytest.mark.parametrize("activation", WIDTH)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_reference_equals_autograd(activation: str, bias: bool):
     routing = topk_routing(13, 5, 2, holes=True)
@@ -106,7 +106,7 @@ def test_kernel_at_odd_sizes(T: int, D: int, N: int):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("activation", WIDTH)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernel_activations_and_bias(activation: str):
     _compare(topk_routing(17, 4, 2), 24, 40, activation=activation, bias=True)
 

@@ -10,7 +10,7 @@ import torch
 from moe.kernels import _tiles
 from moe.kernels._tiles import Config
 from moe.kernels._triton import HAVE_TRITON, INTERPRET
-from moe.kernels.activations import WIDTH
+from moe.kernels.activations import ACTIVATIONS
 from moe.kernels.up_forward import up_forward
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -39,7 +39,7 @@ def _by_hand(x_RD, w1_EHD, b1_EH, offsets, activation):
     return h_RH, activate_by_hand(h_RH, activation)
 
 
-@pytest.mark.parametrize("activation", WIDTH)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_reference_equals_a_loop(activation: str):
     routing = topk_routing(13, 5, 2)
     x = random(13, 6, dtype=torch.float64)
@@ -96,7 +96,7 @@ def test_kernel_at_odd_sizes(T: int, D: int, N: int):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("activation", WIDTH)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_kernel_activations_and_bias(activation: str):
     _compare(17, 24, 40, 4, 2, activation=activation, bias=True)
 
