@@ -35,7 +35,6 @@ from training.checkpoint import (
     unreadable,
 )
 from training.config_load import ConfigError
-from training.config_surgery import importance, start_experts, uses_families
 from training.data.sources import store_tokenizers
 from training.device import restore_rng, rng_bytes, seed_all
 from training.exactness import last_acting_step
@@ -44,6 +43,7 @@ from training.health import RoutingHealth
 from training.optim import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
 from training.schedule import top_k_schedule
 from training.sparsity import Sparsity, mask_schedule
+from training.surgery_settings import importance, start_experts, uses_families
 from training.weights import load_initial_shards, load_initial_weights, refuse_loss
 from training.worth import Worth, make_worth
 
@@ -52,9 +52,10 @@ if TYPE_CHECKING:
     from models.transformer import Decoder
     from parallel.engine import Engine
     from parallel.flat_shard import FlatShard
-    from training.config import Config, Plan
     from training.config_router import RouterConfig
+    from training.config_sections import Config
     from training.data import TextTokenizer
+    from training.plan import Plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

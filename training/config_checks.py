@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from training.config_load import ConfigError, shown
-from training.config_surgery import (
+from training.exactness import check_exactness, mask_steps
+from training.surgery_settings import (
     check_importance,
     check_surgery,
     chosen_by_importance,
     makes_copies,
     uses_slots,
 )
-from training.exactness import check_exactness, mask_steps
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.config_sections import Config
 
 
 def router_defaults(config: Config) -> dict[str, Any]:

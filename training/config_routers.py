@@ -15,12 +15,13 @@ from training.assemble import router_options
 from training.config_checks import check_sparse
 from training.config_load import ConfigError, shown
 from training.config_router import RouterConfig
-from training.config_surgery import SurgeryConfig, uses_slots
+from training.config_surgery import SurgeryConfig
 from training.exactness import check_ends, last_acting_step
 from training.surgery_policy import calendar, last_release
+from training.surgery_settings import uses_slots
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.config_sections import Config
 
 
 # Names of the layer's own settings (`moe.MoEConfig` and what it holds) that a config file has under

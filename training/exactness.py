@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from training.config_load import shown
-from training.config_surgery import events_uneven, uses_families
+from training.surgery_settings import events_uneven, uses_families
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.config_sections import Config
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from training.schedule import top_k_schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from training.config import Config
+    from training.config_sections import Config
 
 
 def matmul_weights(

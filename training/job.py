@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from parallel.engine import Engine
     from training.assemble import Trainee
     from training.checkpoint import Saver
-    from training.config import Config, Plan
+    from training.config_sections import Config
     from training.data import TextTokenizer, TrainData
     from training.logging import RunLog
     from training.optim import MasterAdamW
+    from training.plan import Plan
     from training.probe import Probe
 
 

@@ -16,7 +16,7 @@ from training.config_load import ConfigError
 from training.cost import fastest
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.config_sections import Config
 
 
 def plan_layout(

@@ -14,7 +14,8 @@ from training.optim import ALIGN
 from training.replay import replay
 
 if TYPE_CHECKING:
-    from training.config import Config, Plan
+    from training.config_sections import Config
+    from training.plan import Plan
 
 # Bytes of a position in `training.data.Batch`: tokens, labels, positions, and whether it is valid.
 BATCH = 8 + 8 + 8 + 1

@@ -32,7 +32,7 @@ from training.data.lock import disk_errors
 from training.logging import EVENTS, METRICS, holds_run, read_lines
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.config_sections import Config
 
 # Settings that must stay, and the exceptions below them. Which text it is, the data's own state
 # knows by content, so files may move.

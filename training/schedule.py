@@ -12,13 +12,10 @@ step is wasted on a learning rate of zero.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from moe.top_k import TopKSchedule
 from training.config_load import ConfigError
-
-if TYPE_CHECKING:
-    from moe.top_k import TopKSchedule
-    from training.config import Config, OptimConfig
+from training.config_sections import Config, OptimConfig
 
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
 
@@ -102,8 +99,6 @@ def top_k_schedule(config: Config, steps: int) -> TopKSchedule | None:
     router = config.router
     if router.top_k_schedule == "none":
         return None
-    from moe.top_k import TopKSchedule  # with PyTorch, which a report of a run does without
-
     by_levels = router.top_k_schedule == "steps"
     try:
         schedule = TopKSchedule(

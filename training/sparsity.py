@@ -26,7 +26,7 @@ from training.exactness import mask_steps
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
-    from training.config import Config
+    from training.config_sections import Config
     from training.optim import MasterAdamW
 
 

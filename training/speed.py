@@ -18,7 +18,8 @@ from training.memory import held_elements
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
-    from training.config import Config, Plan
+    from training.config_sections import Config
+    from training.plan import Plan
 
 MEASURED_ON = "H200"
 

@@ -15,7 +15,6 @@ from moe.control import routers_of
 from moe.experts import picked_backend
 from moe.kernels._triton import pick_backend
 from training.checkpoint import NonFiniteWeights
-from training.config_surgery import start_experts
 from training.device import max_memory_gib, peak_flops
 from training.exactness import acting
 from training.faults import RunFailed, out_of_memory_message
@@ -25,9 +24,10 @@ from training.loop import Pace, StepResult, Window, read_window
 from training.optim import group_table
 from training.schedule import warmup_steps
 from training.surgery_policy import calendar
+from training.surgery_settings import start_experts
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.config_sections import Config
     from training.job import Job
     from training.run import Run
     from training.surgery import Done

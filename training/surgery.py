@@ -21,9 +21,9 @@ from moe.control import routers_of, stacked
 from moe.metrics import to_host
 from moe.surgery import Change, change_state, noise_for
 from parallel.flat_shard import local_of, read_range, write_range
-from training.config_surgery import least_experts
 from training.faults import RunFailed
 from training.surgery_policy import Seen, calendar, choose_revivals, decide, level, scheduled
+from training.surgery_settings import least_experts
 from training.worth import layer_names
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from training.exactness import last_acting_step
 from training.health import ALARM_DEAD
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.config_sections import Config
     from training.config_surgery import SurgeryConfig, SurgeryEvent
 
 

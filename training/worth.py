@@ -18,11 +18,11 @@ from moe.control import routers_of
 from moe.metrics import RouterStats, relative_load
 from moe.router import Router
 from moe.surgery import Change, move_rows
-from training.config_surgery import importance, uses_slots
+from training.surgery_settings import importance, uses_slots
 
 if TYPE_CHECKING:
     from parallel.engine import Engine
-    from training.config import Config
+    from training.config_sections import Config
     from training.optim import MasterAdamW
 
 _LONG_AGO = -1e9

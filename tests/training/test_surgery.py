@@ -7,6 +7,7 @@ import torch
 
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
+from models.first_weights import FirstWeights
 from models.hf import export_hf
 from moe.surgery import Change
 from tests.training.tiny import MODEL
@@ -25,6 +26,8 @@ def make(dtype=torch.float32, family="qwen3_moe", accumulates=True, **options):
     fields = MODEL | {"num_experts": E}
     if family == "glm4_moe":
         fields |= {"family": family, "first_k_dense_replace": 0}
+    # small embeddings, so that tokens share the direction that a dead expert's row points away from
+    options = {"first": FirstWeights(embedding=0.02)} | options
     model = build_model(ModelConfig(**fields), dtype=dtype, **options).train()
     return model, MasterAdamW(parameter_groups_of(model), accumulates=accumulates)
 
