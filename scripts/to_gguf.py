@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.errors import UserError
+from training.config_load import expand_home
 
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
@@ -33,8 +34,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", help="Hugging Face folder, as export_hf.py writes it")
-    parser.add_argument("file", help="GGUF file to write; must not exist")
+    parser.add_argument(
+        "folder", type=expand_home, help="Hugging Face folder, as export_hf.py writes it"
+    )
+    parser.add_argument("file", type=expand_home, help="GGUF file to write; must not exist")
     parser.add_argument("--dtype", choices=DTYPES, default="f32", help="default: %(default)s")
     return parser.parse_args(arguments)
 

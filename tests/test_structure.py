@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("moe", "models", "parallel", "training")
 OPTIONAL = {
-    "datasets", "deepspeed", "huggingface_hub", "liger_kernel", "matplotlib", "transformers", "triton", "wandb",
-    "zstandard", "gguf",
+    "datasets", "deepspeed", "gguf", "huggingface_hub", "liger_kernel", "matplotlib",
+    "transformers", "triton", "wandb",
 }  # fmt: skip
 """Packages that may be missing or are slow to import; functions import them when they need them."""
 MAX_PARAMETERS = 10
@@ -180,8 +180,6 @@ STILL: dict[str, list[str]] = {
         "models > models.documents",
         "models.config > models.config_hf",
         "models.config > moe.layer",
-        "models.hf > tokenizers",
-        "models.hf_check > tokenizers",
         "moe.kernels._tuning > fcntl",
         "moe.kernels.down_backward > moe.kernels.hopper.down_backward",
         "moe.kernels.down_forward > moe.kernels.hopper.rows",
