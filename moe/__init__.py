@@ -1,4 +1,10 @@
-"""The Mixture-of-Experts layer, usable alone: `from moe import MoE, MoEConfig`.
+"""The Mixture-of-Experts layer, usable alone:
+
+    from moe import MoE, MoEConfig
+
+    layer = MoE(MoEConfig(hidden_size=512, expert_size=256, num_experts=64, num_experts_per_tok=8))
+    y, stats = layer(x)
+    loss = your_loss(y) + stats.loss()  # balance and z loss: the router trains badly without
 
 Here live the layer, its router, the routing value that passes from one to the other, the losses
 and metrics of balance, and the kernels. Models, data and training loops live elsewhere, and nothing

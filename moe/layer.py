@@ -2,6 +2,7 @@
 
     layer = MoE(MoEConfig(hidden_size=512, expert_size=256, num_experts=64, num_experts_per_tok=8))
     y, stats = layer(x)
+    loss = your_loss(y) + stats.loss()
 
 Shape letters: T tokens, D model width, N expert width, E experts, K experts per token.
 """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from moe.balance import balance_loss, load_fractions, z_loss
+from moe.balance import auxiliary_loss, balance_loss, load_fractions, z_loss
 
 # An expert with less than this share of the mean load is called dead.
 DEAD_BELOW = 0.1
@@ -60,6 +60,20 @@ class RouterStats(NamedTuple):
         if len(widths) > 1:
             raise ValueError(f"layers have different numbers of experts: {sorted(widths)}")
         return cls(*(_stack(field) for field in zip(*stats)))
+
+    def loss(self, *, balance_coef: float = 0.01, z_coef: float = 0.001) -> Tensor:
+        """What is added to the loss of this batch so that the experts stay balanced, a scalar.
+
+        The Switch balance loss and the z loss, each with its coefficient, summed over layers. The
+        default coefficients are those of OLMoE (arXiv 2409.02060). For several micro-batches or
+        ranks a step, and for other losses, see `moe.auxiliary_loss`.
+        """
+        return auxiliary_loss(
+            self,
+            step_tokens=self.tokens.clamp(min=1),
+            balance_coef=balance_coef,
+            z_coef=z_coef,
+        )
 
     def plus(self, other: RouterStats) -> RouterStats:
         """Statistics of two batches together."""

@@ -457,7 +457,15 @@ class Router(nn.Module):
         }
 
     def forward(self, x_TD: Tensor, valid_T: Tensor | None = None) -> Gating:
+        """Experts and gates of each token, before the layer's capacity and rounding; the noise of
+        `jittered` is the caller's.
+
+        Args:
+            x_TD: tokens. valid_T: bool, False for padding.
+        """
         logits_TE = self.logits(x_TD)
+        if self.config.score == "relu":
+            return self.rectify(logits_TE, valid_T)[0]
         select_TE = self.selection_logits(x_TD, logits_TE, valid_T)
         return self.choose(logits_TE, valid_T, select_TE, self.made_of(x_TD))
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import moe
 import moe.sparse
@@ -29,6 +30,35 @@ def test_blocks_of_the_page_run_in_order(page, least, printed, capsys):
         except Exception as error:
             raise AssertionError(f"block {number} of {page} fails:\n{block}") from error
     assert printed in capsys.readouterr().out
+
+
+def test_c15_the_layer_of_the_readme_trains_with_balance():
+    text = (DOCS.parent / "README.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "MoEConfig" in b]
+    names: dict = {}
+    exec(compile(block, "README.md", "exec"), names)
+    layer, x = names["layer"], names["x"]
+    found = layer.router.weight.grad.clone()
+    y, stats = layer(x)
+    (task,) = torch.autograd.grad(y.square().mean(), layer.router.weight, retain_graph=True)
+    aux = 0.01 * moe.balance_loss(stats) + 0.001 * moe.z_loss(stats)
+    (balance,) = torch.autograd.grad(aux, layer.router.weight)
+    assert balance.norm() > 0
+    torch.testing.assert_close(found, task + balance)
+
+
+def test_c15_the_loss_of_stacked_statistics_is_that_of_all_layers():
+    torch.manual_seed(0)
+    layer = moe.MoE(moe.MoEConfig(8, 4, 4, 2, init_std=0.5))
+    valid = torch.arange(20).view(2, 10) < 13
+    stats = [layer(torch.randn(2, 10, 8), valid)[1] for _ in range(2)]
+    total = moe.RouterStats.stack(stats).loss(balance_coef=0.5, z_coef=0.25)
+    assert total.shape == ()
+    torch.testing.assert_close(total, sum(s.loss(balance_coef=0.5, z_coef=0.25) for s in stats))
+    want = sum(0.5 * moe.balance_loss(s) + 0.25 * moe.z_loss(s) for s in stats)
+    torch.testing.assert_close(total, want)
+    _, empty = layer(torch.randn(0, 8))
+    assert empty.loss().isfinite()
 
 
 @pytest.mark.parametrize(

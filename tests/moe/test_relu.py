@@ -46,6 +46,20 @@ def test_at_most_so_many_experts():
 
 
 @torch.no_grad()
+def test_c9_the_router_alone_gives_what_the_layer_routes_by():
+    layer = relu_layer()
+    x = torch.randn(20, 6, dtype=torch.float64)
+    valid = torch.arange(20) < 17
+    _, stats = layer(x, valid)
+    gating = layer.router(x, valid)
+    assert torch.equal(gating.counts_E, stats.counts_E)
+    want, _ = layer.router.rectify(layer.router.logits(x), valid)
+    assert torch.equal(gating.expert_TK, want.expert_TK)
+    assert torch.equal(gating.gate_TK, want.gate_TK)
+    assert (gating.gate_TK[17:] == 0).all() and (gating.expert_TK[17:] == -1).all()
+
+
+@torch.no_grad()
 def test_output_does_not_jump_where_a_gate_closes():
     layer = logits_layer(torch.float64, num_experts=4, num_experts_per_tok=2, score="relu",
                          norm="none")  # fmt: skip
