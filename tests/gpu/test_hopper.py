@@ -14,6 +14,7 @@ import torch
 from moe.experts import experts, permuted_experts
 from moe.kernels import hopper
 from moe.kernels._tiles import row_tiles
+from moe.kernels.hopper import _configs
 from moe.kernels.hopper._configs import CONFIGS, Config, forced
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
@@ -118,6 +119,23 @@ def test_every_configuration(choice: tuple[str, Config]):
             dout = random(T, D, dtype=BF16, device="cuda")
             first, again = (run_experts(values, routing, dout, backend="hopper") for _ in range(2))
             assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_c16_untuned_configurations_are_checked_before_they_run(monkeypatch):
+    """Without tuning, and those of the backward too."""
+    monkeypatch.setattr(_configs, "_errors", {})
+    monkeypatch.setattr(_configs, "_picked", {})
+    routing = topk_routing(3000, 16, 4, device="cuda")
+    values = operands(routing, 264, 136)
+    dout = random(3000, 264, dtype=BF16, device="cuda")
+    run_experts(values, routing, dout, backend="hopper")
+    checked = {kernel for kernel, *_ in _configs._errors}
+    assert checked == {"up", "rows", "down_backward", "outer_left", "outer_right"}
+    assert max(_configs._errors.values()) < 1e-2
+    from moe.kernels.hopper import _selftest
+
+    monkeypatch.setattr(_selftest, "error", None)  # nothing is checked again
+    run_experts(values, routing, dout, backend="hopper")
 
 
 def test_ten_repeats_have_the_same_bits():

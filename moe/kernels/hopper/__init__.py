@@ -23,6 +23,9 @@ from torch import Tensor
 
 from moe.kernels._triton import HAVE_TRITON, INTERPRET, capability, triton
 
+checked: set[torch.device] = set()
+"""Devices on which this process has compared kernels with float32 (`_configs.pick_config`)."""
+
 _TRITON = ((3, 6), (3, 9))  # first version, and the first that is not known to work
 
 
@@ -70,11 +73,15 @@ def _notice(reason: str) -> None:
 
 @torch.compiler.assume_constant_result
 def _usable(device: torch.device) -> bool:
-    """Whether the kernels can be built, for a device that would like them; else says why, once."""
+    """Whether the kernels can be built, for a device that would like them; else says why, once.
+    Not while a CUDA graph is captured, if they were not checked before: then nothing can be."""
     reason = missing()
     if reason is not None:
         _notice(reason)
-    return reason is None
+        return False
+    if device.type != "cuda" or device in checked:
+        return True
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def available(device: torch.device) -> bool:

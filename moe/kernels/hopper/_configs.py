@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe.kernels import _tuning
+from moe.kernels import _tuning, hopper
 from moe.kernels._tiles import aligned
 from moe.kernels._triton import num_sms
 
@@ -57,6 +56,7 @@ CONFIGS: dict[str, list[Config]] = {
 
 _forced: dict[str, Config] = {}
 _picked: dict[tuple, Config] = {}
+_errors: dict[tuple, float] = {}  # of what this process has checked
 
 
 @contextlib.contextmanager
@@ -81,43 +81,74 @@ def pick_config(
 ) -> Config:
     """The configuration to run: forced, or the fastest for this class of shapes, or the default.
 
-    Tuning chooses among those alone that compute a small problem right on this card.
+    Whichever it is, but a forced one, has computed a small problem right on this card in this
+    process: one that has not does so now, once, and one whose results are wrong is passed over.
+    While a CUDA graph is captured nothing can be checked; then those count that were before.
 
     Args:
         kernel: name in `CONFIGS`.
         key: shape class.
         run: launches the kernel with a configuration, with no effect but on new tensors.
         gather: whether the call gathers an operand.
+
+    Raises:
+        RuntimeError: no configuration is right, or a graph is captured before any was checked.
     """
     if kernel in _forced:
         return _forced[kernel]
-    listed = CONFIGS[kernel]
-    if len(listed) == 1:
-        return listed[0]
     place = (kernel, key, gather, device)
     config = _picked.get(place)
-    if config is None:
+    if config is not None:
+        return config
 
-        def run_checked(config: Config) -> None:
-            _refuse_wrong(kernel, config, gather, device)
-            run(config)
+    def run_checked(config: Config) -> None:
+        _refuse_wrong(kernel, config, gather, device)
+        run(config)
 
-        config = _tuning.best(
-            f"hopper {kernel}", (*key, gather), listed, run_checked, device=device
-        )
-        if not torch.cuda.is_current_stream_capturing():
-            _picked[place] = config
+    listed = CONFIGS[kernel]
+    fastest = _tuning.best(f"hopper {kernel}", (*key, gather), listed, run_checked, device=device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    config = _first_right(kernel, [fastest, *listed], gather, device, capturing)
+    if not capturing:
+        _picked[place] = config
     return config
 
 
-@functools.cache
+def _first_right(
+    kernel: str, configs: list[Config], gather: bool, device: torch.device, capturing: bool
+) -> Config:
+    """The first that computes a small problem right, of those already checked if `capturing`."""
+    refusal = None
+    for config in configs:
+        if capturing and (kernel, config, gather, device) not in _errors:
+            continue
+        try:
+            _refuse_wrong(kernel, config, gather, device)
+        except RuntimeError as error:
+            refusal = refusal or error
+        else:
+            return config
+    if refusal is None:
+        raise RuntimeError(
+            f"hopper {kernel}: a CUDA graph is captured before this kernel was checked on "
+            f"{device}; run the layer once, forward and backward, before the capture"
+        )
+    raise refusal
+
+
 def _refuse_wrong(kernel: str, config: Config, gather: bool, device: torch.device) -> None:
     """Raises RuntimeError, which leaves the configuration out, where its results are wrong."""
     from moe.kernels.hopper import _selftest
 
-    error = _selftest.error(kernel, config, gather, device)
-    if not error <= _selftest.BOUND:
-        raise RuntimeError(f"hopper {kernel} [{config}]: relative error {error:.1e} on {device}")
+    place = (kernel, config, gather, device)
+    if place not in _errors:
+        _errors[place] = _selftest.error(kernel, config, gather, device)
+        hopper.checked.add(device)
+    if not _errors[place] <= _selftest.BOUND:
+        raise RuntimeError(
+            f"hopper {kernel} [{config}]: relative error {_errors[place]:.1e} on {device}; "
+            "use kernels='triton'"
+        )
 
 
 def programs(device: torch.device, most: int) -> int:

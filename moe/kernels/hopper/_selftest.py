@@ -1,13 +1,18 @@
-"""A configuration's error against float32, measured before tuning may choose it.
+"""A configuration's error against float32, measured before it may run.
 
 A miscompiled kernel can be the fastest one: it has happened to this project with loops that Triton
-flattened. So each candidate computes a small ragged problem first, with a generator of its own.
+flattened. So each configuration computes a small ragged problem first, once in a process, with a
+generator of its own. That may be in the middle of a user's forward or backward: nothing around it,
+such as autocast or a dispatch mode, has a part in it.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moe.kernels._tiles import row_tiles
 from moe.kernels.down_backward import down_backward_ref
@@ -34,6 +39,16 @@ def error(kernel: str, config: Config, gather: bool, device: torch.device) -> fl
         gather: whether an operand is gathered.
         device: a Hopper GPU.
     """
+    with (
+        _disable_current_modes(),
+        torch.no_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.cuda.device(device),
+    ):
+        return _error(kernel, config, gather, device)
+
+
+def _error(kernel: str, config: Config, gather: bool, device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
     E, R = len(_COUNTS), sum(_COUNTS)
     T = _T if gather else R
@@ -45,7 +60,8 @@ def error(kernel: str, config: Config, gather: bool, device: torch.device) -> fl
     w1, w2 = random(E, 2 * _N, _D, scale=_D**-0.5), random(E, _D, _N, scale=_N**-0.5)
     row_R = torch.randperm(R, generator=generator, device=device).int()
     token = row_R % T if gather else None
-    offsets = torch.tensor([0, *_COUNTS], device=device).cumsum(0).int()
+    starts = [0, *accumulate(_COUNTS)]
+    offsets = torch.tensor(starts, dtype=torch.int32, device=device)
     tiles = row_tiles(offsets, R, x.dtype, "hopper")
     gates = torch.rand(R, generator=generator, device=device)
     if kernel == "up":

@@ -98,17 +98,40 @@ def test_resolved_while_compiling(monkeypatch):
     assert torch.equal(compiled(*fits[:3]), fits[0] + 1.0)
 
 
-def test_a_wrong_configuration_is_never_chosen(monkeypatch):
-    """The self-test stands before the clock: a candidate with a large error is left out."""
+def _checking(monkeypatch, errors: dict) -> tuple:
+    """The module of configurations with `rows` having those of `errors`, and what was checked."""
     pytest.importorskip("triton.experimental.gluon")
     _configs = pytest.importorskip("moe.kernels.hopper._configs")
     from moe.kernels.hopper import _selftest
 
-    wrong, right, odd = (_configs.Config(128, 256, group=g) for g in (2, 4, 6))
-    errors = {wrong: 0.5, right: 2e-3, odd: float("nan")}
+    checked = []
+
+    def error(kernel, config, gather, device):
+        checked.append((config, gather))
+        return errors[config]
+
     monkeypatch.setitem(_configs.CONFIGS, "rows", list(errors))
-    monkeypatch.setattr(_selftest, "error", lambda kernel, config, gather, device: errors[config])
+    monkeypatch.setattr(_configs, "_errors", {})
+    monkeypatch.setattr(_configs, "_picked", {})
+    monkeypatch.setattr(hopper, "checked", set())
+    monkeypatch.setattr(_selftest, "error", error)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return _configs, checked
+
+
+def _config(group: int):
+    _configs = pytest.importorskip("moe.kernels.hopper._configs")
+    return _configs.Config(128, 256, group=group)
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_wrong_configuration_is_never_chosen(monkeypatch):
+    """The self-test stands before the clock: a candidate with a large error is left out."""
+    wrong, right, odd = map(_config, (2, 4, 6))
+    errors = {wrong: 0.5, right: 2e-3, odd: float("nan")}
+    _configs, _ = _checking(monkeypatch, errors)
     measured = []
 
     def best(name, key, configs, run, device):
@@ -118,6 +141,52 @@ def test_a_wrong_configuration_is_never_chosen(monkeypatch):
         return measured[0]
 
     monkeypatch.setattr(_configs._tuning, "best", best)
-    device = torch.device("cpu")
-    picked = _configs.pick_config("rows", ("test",), measured.append, device, gather=False)
+    picked = _configs.pick_config("rows", ("test",), measured.append, CPU, gather=False)
     assert (picked, measured) == (right, [right])
+
+
+def test_c16_a_default_that_was_not_tuned_is_checked_once(monkeypatch):
+    wrong, right = map(_config, (2, 4))
+    _configs, checked = _checking(monkeypatch, {wrong: 0.5, right: 2e-3})
+    launched = []
+    for key in ("a", "a", "b"):  # on a CPU nothing is tuned, as with TESSERA_TUNE=0
+        found = _configs.pick_config("rows", (key,), launched.append, CPU, gather=False)
+        assert found == right
+    assert checked == [(wrong, False), (right, False)]
+    _configs.pick_config("rows", ("a",), launched.append, CPU, gather=True)
+    assert checked[2:] == [(wrong, True), (right, True)]
+    assert not launched
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_c16_without_a_right_configuration_nothing_runs(monkeypatch, count: int):
+    _configs, _ = _checking(monkeypatch, dict.fromkeys(map(_config, range(2, 2 + count)), 0.5))
+    with pytest.raises(RuntimeError, match=r"relative error 5.0e-01 .*use kernels='triton'"):
+        _configs.pick_config("rows", ("a",), print, CPU, gather=False)
+
+
+def test_c16_a_capture_runs_what_was_checked_before_it(monkeypatch):
+    first, second = map(_config, (2, 4))
+    _configs, checked = _checking(monkeypatch, {first: 0.5, second: 2e-3})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captured before this kernel was checked"):
+        _configs.pick_config("rows", ("a",), print, CPU, gather=False)
+    assert not checked  # nothing may wait for the device now
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    _configs.pick_config("rows", ("a",), print, CPU, gather=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert _configs.pick_config("rows", ("b",), print, CPU, gather=False) == second
+    assert len(checked) == 2
+
+
+def test_c16_auto_takes_triton_in_a_capture_without_a_check(monkeypatch):
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(hopper, "missing", lambda: None)
+    monkeypatch.setattr(hopper, "checked", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not hopper._usable(card)
+    hopper.checked.add(card)
+    assert hopper._usable(card)
+    hopper.checked.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert hopper._usable(card)
