@@ -33,9 +33,10 @@ from models.build import build_model
 from models.config import ModelConfig
 from models.engines import ENGINES, FEATURES, Feature
 from models.errors import UserError
+from models.first_weights import FirstWeights
 from models.hf import export_hf
 from training.config_load import fail
-from training.data.tokenizer import train_tokenizer
+from training.data.tokenizer import read_tokenizer, train_tokenizer
 
 NEW_TOKENS = 32
 PROMPT = "the white whale"
@@ -82,7 +83,7 @@ def write_folder(feature: Feature, folder: Path, seed: int) -> ModelConfig:
     tokenizer = train_tokenizer(["the white whale and the old ship at sea"], 288)
     tokenizer.save(folder / "tokenizer")
     config = ModelConfig(**{"family": feature.family, **BASE[feature.family], **feature.example})
-    model = build_model(config, seed=seed)
+    model = build_model(config, seed=seed, first=FirstWeights(embedding=0.2))
     generator = torch.Generator().manual_seed(seed)
     printable = set(string.ascii_letters + string.digits + string.punctuation + "Ġ")
     from tokenizers import Tokenizer
@@ -93,15 +94,13 @@ def write_folder(feature: Feature, folder: Path, seed: int) -> ModelConfig:
         for name, tensor in named:
             if name.endswith(("norm.weight", "bias")):  # away from 1 and 0, which hide mistakes
                 tensor.add_(0.5 * torch.rand(tensor.shape, generator=generator) - 0.25)
-            elif name.endswith("embed.weight"):
-                tensor.mul_(10)
         # Logits of 0 for tokens that are no plain text: greedy text then tells the tokens.
         plain = {id_ for token, id_ in vocabulary.items() if set(token) <= printable}
         plain -= {id_ for token, id_ in vocabulary.items() if token.startswith("<")}
         others = [row for row in range(config.vocab_size) if row not in plain]
         model.head.weight.mul_(4)  # clear winners
         model.head.weight[others] = 0
-    export_hf(model, folder / "model", tokenizer_dir=folder / "tokenizer")
+    export_hf(model, folder / "model", tokenizer=read_tokenizer(folder / "tokenizer"))
     return config
 
 

@@ -10,7 +10,7 @@ from models.build import build_model
 from models.engines import FEATURES
 from models.hf import export_hf
 from tests.models.tiny import FAMILIES, tiny_config
-from training.data.tokenizer import train_tokenizer
+from training.data.tokenizer import read_tokenizer, train_tokenizer
 
 GPT2 = {
     "model": {"type": "BPE"},
@@ -46,7 +46,7 @@ def folder(tmp_path):
         train_tokenizer(["a whale and a ship at sea"], 288).save(tmp_path / "tokenizer")
         config = tiny_config(family, vocab_size=288, num_key_value_heads=4, **changes)
         out = tmp_path / "out"
-        export_hf(build_model(config), out, tokenizer_dir=tmp_path / "tokenizer")
+        export_hf(build_model(config), out, tokenizer=read_tokenizer(tmp_path / "tokenizer"))
         return out
 
     return write
