@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.build import build_model, draw, reset_buffers
+from models.build import build_model, initial_values, reset_buffers
 from models.execution import apply_checkpointing
 from parallel import World
 from parallel.engine import make_engine
@@ -88,17 +88,10 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
         settings=tiny.SETTINGS, options=case.options, dtype=dtype, offload=case.offload,
     )  # fmt: skip
     if case.meta:
-        shapes, std = engine.shapes(), config.initializer_range
+        shapes = engine.shapes()
 
         def values(name: str, experts: range | None) -> torch.Tensor:
-            if name.endswith("norm.weight"):
-                return torch.ones(shapes[name])
-            if name.endswith("bias"):
-                return torch.zeros(shapes[name])
-            if experts is None:
-                return draw(std, name, torch.Size(shapes[name]), 1)
-            one = torch.Size(shapes[name][1:])
-            return torch.stack([draw(std, name, one, 1, expert) for expert in experts])
+            return initial_values(config, name, shapes[name], 1, experts)
 
         engine.fill(values)
         reset_buffers(model)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from models.build import build_model, draw, reset_buffers
+from models.build import build_model, initial_values, reset_buffers
 from models.execution import apply_checkpointing, compile_blocks
 from moe.control import routers_of
 from parallel.engine import check_replicas, make_engine
@@ -96,14 +96,7 @@ def _draw(config, model):
     """What `Engine.fill` asks for, drawn as `build_model` draws it."""
 
     def values(name: str, experts: range | None) -> torch.Tensor:
-        shape = model.get_parameter(name).shape
-        if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        if name.endswith("bias"):
-            return torch.zeros(shape)
-        if experts is None:
-            return draw(config, name, shape, 1)
-        return torch.stack([draw(config, name, shape[1:], 1, expert) for expert in experts])
+        return initial_values(config, name, model.get_parameter(name).shape, 1, experts)
 
     return values
 
