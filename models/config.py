@@ -17,9 +17,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from models.errors import UserError
+from models.errors import UserError, allowed_by
 
 if TYPE_CHECKING:
     from moe.layer import MoEConfig
@@ -362,15 +362,29 @@ class ModelConfig(Strict):
         Face folder, a checkpoint, or a run).
 
         Every key must be understood, known to be bookkeeping, or named in `ignore_keys`; a feature
-        that this model does not compute is a ValueError that names it.
+        that this model does not compute is a UserError that names it.
         """
         from models.config_hf import fields_from_hf
 
-        fields = fields_from_hf(read_config_json(source), ignore_keys)
-        ends = read_generation_config(source).get("eos_token_id")
-        if ends is not None:  # what generation stops at, whatever config.json says
-            fields["eos_token_id"] = ends[0] if isinstance(ends, list) and len(ends) == 1 else ends
-        return cls(**fields)
+        return cls.of_user(fields_from_hf(source, ignore_keys))
+
+    @classmethod
+    def of_user(cls, fields: dict[str, Any]) -> ModelConfig:
+        """The config of fields that a user gave.
+
+        Raises:
+            UserError: the first thing that is wrong with them, in one line.
+        """
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            first, *more = error.errors(include_url=False)
+            if first["type"] == "value_error":  # of our own checks: whole sentences
+                raise UserError(str(first["ctx"]["error"])) from None
+            key = first["loc"][0]
+            same = [first, *(e for e in more if e["loc"][:1] == (key,))]  # the members of a union
+            allowed = " or ".join(dict.fromkeys(map(allowed_by, same)))
+            raise UserError(f"{key}={fields.get(key)!r} must be {allowed}") from None
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The complete config.json content, in the spellings of transformers 4.57 and 5.x at
@@ -391,6 +405,12 @@ def read_generation_config(source: dict[str, Any] | str | Path) -> dict[str, Any
     if isinstance(source, dict) or not (path := Path(source) / "generation_config.json").is_file():
         return {}
     return read_config_json(path)
+
+
+def end_tokens(source: dict[str, Any] | str | Path) -> Any:
+    """What generation stops at by a folder's generation_config.json; None where it says nothing."""
+    ends = read_generation_config(source).get("eos_token_id")
+    return ends[0] if isinstance(ends, list) and len(ends) == 1 else ends
 
 
 def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
@@ -423,6 +443,8 @@ def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
 
 def _normal_rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
     """{"rope_type": "linear", "factor": f}, or None for the default type. 4.x files say `type`."""
+    if not isinstance(raw, dict):
+        raise UserError(f"rope_scaling={raw!r} is not supported; expected one flat object")
     kind = raw.get("rope_type", raw.get("type", "default"))
     # transformers reads the original length for other types only
     own = ("rope_type", "type", "factor", "original_max_position_embeddings")

@@ -7,6 +7,7 @@ that has only `rope_parameters`, and other engines still look for the old keys.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from models.config import (
@@ -16,6 +17,8 @@ from models.config import (
     UNTIED,
     Family,
     _normal_rope_scaling,
+    end_tokens,
+    read_config_json,
 )
 from models.errors import UserError
 
@@ -123,11 +126,16 @@ _FAMILY_NEUTRAL: dict[tuple[str, str], tuple[Any, ...]] = {
 }
 
 
-def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Arguments of `ModelConfig` from the content of a config.json.
+def fields_from_hf(
+    source: dict[str, Any] | str | Path, ignore_keys: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Arguments of `ModelConfig` from a Hugging Face config: its content, its path, or a folder,
+    whose generation_config.json says what generation stops at.
 
-    ValueError names what is not understood.
+    Raises:
+        UserError: naming what is not understood.
     """
+    raw = read_config_json(source)
     family = raw.get("model_type")
     if family not in get_args(Family):  # which need not be text
         raise UserError(
@@ -151,14 +159,16 @@ def fields_from_hf(raw: dict[str, Any], ignore_keys: tuple[str, ...] = ()) -> di
     if unknown:
         names = ", ".join(sorted(unknown))
         raise UserError(
-            f"config.json has keys that are not understood: {names}; if they do "
-            "not change what the model computes, name them in ignore_keys (--ignore-key)"
+            f"config.json has keys that are not understood: {names}; if they do not change what "
+            "the model computes, import it with scripts/import_hf.py FOLDER OUT --ignore-key KEY"
         )
     fields["num_experts"] = _one_of(raw, _EXPERT_COUNT_KEYS)
     fields.update(_rope_fields(raw, family))
     for key in ("initializer_range", "rms_norm_eps", "routed_scaling_factor", "clip_qkv"):
         if isinstance(fields.get(key), int) and not isinstance(fields[key], bool):
             fields[key] = float(fields[key])
+    if (ends := end_tokens(source)) is not None:
+        fields["eos_token_id"] = ends
     return fields
 
 
@@ -248,9 +258,11 @@ def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
     # Qwen3 writes a sliding_window that only use_sliding_window turns on; the others use it when it
     # is there.
     if family != "qwen3_moe" and raw.get("sliding_window") is not None:
-        if raw["sliding_window"] < longest:
+        window = raw["sliding_window"]
+        if not isinstance(window, int) or (isinstance(longest, int) and window < longest):
             refuse("sliding_window", f"null, or at least max_position_embeddings={longest}")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         refuse("layer_types", "full_attention only")
     for key in ("attention_dropout", "router_jitter_noise"):
         if raw.get(key):

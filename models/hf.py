@@ -355,9 +355,9 @@ class HfWeights:
         tied_copy = config.tie_word_embeddings and "lm_head.weight" in unknown
         if tied_copy:
             unknown.discard("lm_head.weight")
-        self.untied = config.family in UNTIED and says_tied(folder)
-        """Whether the folder ties the output matrix and the model holds a copy of its own."""
-        if self.untied and "lm_head.weight" not in names:
+        # The folder ties the output matrix, and the model holds a copy of its own.
+        untied = config.family in UNTIED and says_tied(folder)
+        if untied and "lm_head.weight" not in names:
             source = next(entry for entry in plan if entry.name == "lm_head.weight")
             plan[plan.index(source)] = replace(source, name="model.embed_tokens.weight")
         missing = sorted({entry.name for entry in plan} - names)
@@ -374,7 +374,10 @@ class HfWeights:
         if missing or unknown or wrong:
             hint = ""
             if any(_is_mtp(name, config) for name in unknown):
-                hint = "; layers after the last are multi-token prediction: drop_mtp (--drop-mtp)"
+                hint = (
+                    "; layers after the last are multi-token prediction: scripts/import_hf.py "
+                    "FOLDER OUT --drop-mtp leaves them out"
+                )
             raise UserError(
                 _list_problems(str(folder), missing=missing, unknown=sorted(unknown), wrong=wrong)
                 + hint
@@ -382,7 +385,7 @@ class HfWeights:
         self._entries: dict[str, list[Entry]] = {}
         for entry in plan:
             self._entries.setdefault(entry.source, []).append(entry)
-        if tied_copy or (self.untied and "lm_head.weight" in names):
+        if tied_copy or (untied and "lm_head.weight" in names):
             copy, kept = (self._tensor(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
             if not torch.equal(copy.to(kept), kept):
                 raise UserError(
@@ -461,6 +464,8 @@ def _indexed_files(folder: Path, index: dict[str, Any]) -> dict[str, Path]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / INDEX} has no weight_map")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise UserError(f"{folder / INDEX}: a tensor's file in weight_map must be text")
     files = {name: folder / file for name, file in weight_map.items()}
     absent = sorted({file.name for file in files.values() if not file.is_file()})
     if absent:

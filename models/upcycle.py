@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from torch import Tensor
 
 from models.build import build_model, start_routers
-from models.config import ModelConfig, read_config_json
+from models.config import ModelConfig, end_tokens, read_config_json
 from models.errors import UserError
 from models.hf import load_weights
 from models.transformer import Decoder
@@ -31,14 +30,16 @@ def load_dense(folder: str | Path) -> Decoder:
     """The model in a dense folder, float32 on the CPU.
 
     Raises:
-        ValueError: another model_type, or what `ModelConfig.from_hf` and `load_weights` refuse.
+        UserError: another model_type, or what `ModelConfig.from_hf` and `load_weights` refuse.
     """
     raw = read_config_json(Path(folder) / "config.json")
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"model_type={kind!r} cannot be upcycled; allowed: {', '.join(FAMILIES)}")
-    layers = list(range(raw.get("num_hidden_layers", 0)))
+    count = raw.get("num_hidden_layers", 0)
+    layers = list(range(count)) if isinstance(count, int) else []  # from_hf names what is wrong
     raw = raw | {"model_type": FAMILIES[kind], "mlp_only_layers": layers}
+    raw |= {"eos_token_id": eos} if (eos := end_tokens(folder)) is not None else {}
     config = ModelConfig.from_hf(raw)
     model = build_model(config, seed=None)
     load_weights(model, folder)
@@ -63,11 +64,17 @@ def upcycle(
         seed: of the routers.
 
     Raises:
-        ValueError: numbers that do not fit, by name.
+        UserError: numbers that do not fit, by name.
     """
     width = dense.config.intermediate_size
-    if granularity < 1 or width % granularity:
-        raise UserError(f"granularity={granularity} must divide intermediate_size={width}")
+    divided = {
+        "intermediate_size": width,
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+    }
+    for name, value in divided.items():
+        if granularity < 1 or value % granularity:
+            raise UserError(f"granularity={granularity} must divide {name}={value}")
     fields = dense.config.model_dump() | {
         "num_experts": num_experts,
         "num_experts_per_tok": num_experts_per_tok,
@@ -76,10 +83,7 @@ def upcycle(
         "decoder_sparse_step": sparse_step,
         "mlp_only_layers": [],
     }
-    try:
-        config = ModelConfig(**fields)
-    except ValidationError as error:
-        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    config = ModelConfig.of_user(fields)
     if not config.moe_layers:
         raise UserError(
             f"sparse_step={sparse_step} leaves none of {config.num_hidden_layers} layers to upcycle"

@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import string
 import subprocess
 import sys
@@ -35,8 +36,8 @@ from models.engines import ENGINES, FEATURES, Feature
 from models.errors import UserError
 from models.first_weights import FirstWeights
 from models.hf import export_hf
-from training.config_load import fail
-from training.data.tokenizer import read_tokenizer, train_tokenizer
+from training.config_load import expand_home, fail
+from training.data.tokenizer import train_tokenizer
 
 NEW_TOKENS = 32
 PROMPT = "the white whale"
@@ -81,14 +82,11 @@ class Seen:
 def write_folder(feature: Feature, folder: Path, seed: int) -> ModelConfig:
     """A small random model with the feature, and a tokenizer."""
     tokenizer = train_tokenizer(["the white whale and the old ship at sea"], 288)
-    tokenizer.save(folder / "tokenizer")
     config = ModelConfig(**{"family": feature.family, **BASE[feature.family], **feature.example})
     model = build_model(config, seed=seed, first=FirstWeights(embedding=0.2))
     generator = torch.Generator().manual_seed(seed)
     printable = set(string.ascii_letters + string.digits + string.punctuation + "Ġ")
-    from tokenizers import Tokenizer
-
-    vocabulary = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json")).get_vocab()
+    vocabulary = tokenizer.backend.get_vocab()
     with torch.no_grad():
         named = [*model.named_parameters(), *model.named_buffers()]
         for name, tensor in named:
@@ -100,7 +98,7 @@ def write_folder(feature: Feature, folder: Path, seed: int) -> ModelConfig:
         others = [row for row in range(config.vocab_size) if row not in plain]
         model.head.weight.mul_(4)  # clear winners
         model.head.weight[others] = 0
-    export_hf(model, folder / "model", tokenizer=read_tokenizer(folder / "tokenizer"))
+    export_hf(model, folder / "model", tokenizer=tokenizer)
     return config
 
 
@@ -190,19 +188,23 @@ def installed() -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    engines = {}
+    engines: dict[str, str] = {}
     for given in options.engine or installed():
         name, _, python = given.partition("=")
         if name not in MODULES:
             fail(UserError(f"--engine {name} is unknown; allowed: {', '.join(MODULES)}"))
-        engines[name] = python or sys.executable
+        program = shutil.which(expand_home(python or sys.executable))
+        if program is None:
+            fail(UserError(f"--engine {given}: there is no program {python}"))
+        engines[name] = program
     if not engines:
         fail(UserError("no engine is installed: pip install 'tessera-moe[interop]'"))
     differ, versions = 0, {}
-    for feature in FEATURES:
-        row = f"{feature.family} {feature.name}".strip()
-        if options.only not in row:
-            continue
+    rows = {f"{feature.family} {feature.name}".strip(): feature for feature in FEATURES}
+    rows = {row: feature for row, feature in rows.items() if options.only in row}
+    if not rows:
+        fail(UserError(f"--only {options.only!r}: no row of the table holds that"))
+    for row, feature in rows.items():
         for engine, seen in check(feature, engines, options.timeout).items():
             expected = feature.verdict(engine).kind  # of transformers: yes
             mark = "" if seen.kind == expected else f"   <-- the table says {expected}"

@@ -354,12 +354,13 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"            → {check.remedy}")
 
     if options.run is not None:
+        from models.errors import UserError
         from training.config_load import user_path
         from training.record import read_run
 
         try:
             record = read_run(user_path(options.run))
-        except ValueError as error:
+        except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         show(f"run {record.folder}", run_checks(record))

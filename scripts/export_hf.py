@@ -19,10 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.config import ModelConfig
 from models.engines import notes
+from models.errors import UserError
 from models.hf import DTYPES, export_hf
-from training.checkpoint import CheckpointError, resolve
+from training.checkpoint import resolve
 from training.config_load import expand_home, fail
 from training.data.tokenizer import read_tokenizer
+from training.faults import SCRIPT_ERRORS
 from training.weights import (
     CheckpointTensors,
     is_hf_folder,
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         if is_hf_folder(options.checkpoint):
-            raise ValueError(f"{options.checkpoint} is a Hugging Face folder already")
+            raise UserError(f"{options.checkpoint} is a Hugging Face folder already")
         checkpoint = resolve(options.checkpoint)
         refuse_inexact(checkpoint)
         config = ModelConfig.from_hf(checkpoint / "model")
@@ -80,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
             overwrite=options.overwrite,
             progress=lambda done, all_: print(f"{done / 1e9:.2f} of {all_ / 1e9:.2f} GB"),
         )
-    except (ValueError, CheckpointError, OSError) as error:
+    except SCRIPT_ERRORS as error:
         fail(error)
     print(
         f"{exported.folder}: {config.family}, {exported.tensors} tensors in "

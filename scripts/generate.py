@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from models.errors import UserError
 from models.generate import Sampling, generate
-from training.checkpoint import CheckpointError
 from training.config_load import expand_home, fail
 from training.data.tokenizer import TextTokenizer, read_tokenizer
+from training.faults import SCRIPT_ERRORS
 from training.weights import load_model, tokenizer_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,18 +60,18 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = DTYPES[options.dtype or ("bfloat16" if device == "cuda" else "float32")]
     try:
         if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device=cuda, but PyTorch sees no CUDA device; allowed here: cpu")
+            raise UserError("--device=cuda, but PyTorch sees no CUDA device; allowed here: cpu")
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         if options.max_new_tokens < 1:
-            raise ValueError(f"--max-new-tokens={options.max_new_tokens} must be at least 1")
+            raise UserError(f"--max-new-tokens={options.max_new_tokens} must be at least 1")
         folder = options.tokenizer or tokenizer_folder(options.model)
         if folder is None:
-            raise ValueError(f"{options.model} has no tokenizer; give --tokenizer FOLDER")
+            raise UserError(f"{options.model} has no tokenizer; give --tokenizer FOLDER")
         tokenizer = read_tokenizer(folder)
         texts = options.prompt or [""]
         prompts = [tokenizer.prompt(text) for text in texts]
         model = load_model(options.model, device=device, dtype=dtype)
-    except (ValueError, CheckpointError) as error:
+    except SCRIPT_ERRORS as error:
         fail(error)
     ends = model.config.eos_token_ids or (tokenizer.eos_id,)
     last, limit = (

@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from models.config import ModelConfig, read_generation_config
+from models.errors import UserError
 from models.hf import load_hf, says_tied
 from models.transformer import Decoder
-from training.checkpoint import CheckpointError
 from training.config_load import expand_home, fail
 from training.data.tokenizer import read_tokenizer
+from training.faults import SCRIPT_ERRORS
 from training.weights import save_weights, tokenizer_folder
 
 # The rest of generation_config.json is how to sample, which a run of training does not keep.
@@ -69,8 +70,8 @@ def tie(model: Decoder) -> bool:
     if not torch.equal(model.head.weight, model.embed.weight):
         return False
     try:
-        config = ModelConfig(**model.config.model_dump() | {"tie_word_embeddings": True})
-    except ValueError:
+        config = ModelConfig.of_user(model.config.model_dump() | {"tie_word_embeddings": True})
+    except UserError:
         return False
     model.config, model.head.weight = config, model.embed.weight
     return True
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = Path(options.out)
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"{out} exists and is not an empty folder")
+            raise UserError(f"{out} exists and is not an empty folder")
         model = load_hf(
             options.folder, ignore_keys=tuple(options.ignore_key), drop_mtp=options.drop_mtp
         )
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = tokenizer_folder(options.folder)
         tokenizer = None if folder is None else read_tokenizer(folder)
         checkpoint = save_weights(model, out, tokenizer)
-    except (ValueError, CheckpointError) as error:
+    except SCRIPT_ERRORS as error:
         fail(error)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pydantic import ValidationError
 
-from training.config_load import expand_home, user_path
+from training.config_load import expand_home, first_line, user_path
 from training.data.config import DataConfig, DataError, SourceConfig
 from training.data.corpora import CORPORA, download_corpus
 from training.data.lock import try_lock
@@ -31,6 +31,7 @@ from training.data.sources import describe, make_reader, resolve, source_name
 from training.data.store import TokenStore, is_store
 from training.data.tokenizer import load_tokenizer
 from training.data.writer import refuse_bad_lines, write_store
+from training.faults import SCRIPT_ERRORS
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -157,13 +158,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{given.out}: {count} documents, {given.out.stat().st_size:,} bytes")
             return 0
         prepare(given)
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        print(f"error: {place + ': ' if place else ''}{first['msg']}", file=sys.stderr)
+    except (*SCRIPT_ERRORS, ValidationError) as error:
+        # The options fill sections of a config, whose own checks speak first.
+        told = first_line(error, {}) if isinstance(error, ValidationError) else error
+        print(f"error: {told}", file=sys.stderr)
         return 2
     return 0
 

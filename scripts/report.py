@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from models.errors import UserError
 from training.config_load import fail, user_path
 from training.logging import human_count, human_time
 from training.plots import figures
@@ -189,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         record = read_run(options.run)
         out = options.out or record.folder / "report.html"
         out.write_text(render(record), encoding="utf-8")
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         fail(error)
     print(" | ".join(f"{name} {value}" for value, name in cards(record, unigram_entropy(record))))
     for finding in findings(record):

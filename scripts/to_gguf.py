@@ -14,7 +14,6 @@ Exit codes: 0 done, 2 a mistake or a folder that cannot be converted.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from models.config import read_config_json
 from models.errors import UserError
 from training.config_load import expand_home
 
@@ -83,7 +83,7 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
     """Write `file`.
 
     Raises:
-        ValueError: no folder of a model, a file in use, a tokenizer that llama.cpp does not have,
+        UserError: no folder of a model, a file in use, a tokenizer that llama.cpp does not have,
             or a model that the converter refuses (with its words).
     """
     try:
@@ -99,7 +99,7 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
     for needed in ("config.json", "tokenizer.json"):
         if not (folder / needed).is_file():
             raise UserError(f"{folder} holds no {needed}")
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = read_config_json(folder / "tokenizer.json")
     known = {token["content"] for token in tokenizer.get("added_tokens", [])}
     hparams = ModelBase.load_hparams(folder, False)
     if hparams.get("model_type") == "glm4_moe":
@@ -133,9 +133,10 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
     try:
         Converter(folder, gguf.LlamaFileType[DTYPES[dtype]], partial).write()
         partial.rename(file)
+    except UserError:
+        raise
     except (ValueError, KeyError, NotImplementedError) as error:
-        if isinstance(error, UserError) and "tokenizer.json: llama.cpp" in str(error):
-            raise
+        # The ways in which the converter refuses a model; it has no errors of its own.
         words = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise UserError(
             f"{folder}: llama.cpp's converter refuses it: {type(error).__name__}: {words}"
@@ -151,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     file = Path(options.file)
     try:
         convert(Path(options.folder), file, options.dtype)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         fail(error)
     print(f"{file}: {file.stat().st_size / 1e6:,.1f} MB {options.dtype}")
     return 0

@@ -25,12 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+from models.errors import UserError
 from models.hf import DTYPES, export_hf
 from models.transformer import Decoder
 from models.upcycle import load_dense, mean_loss, upcycle
 from moe.upcycle import add_noise, drop_columns
 from training.config_load import expand_home, fail, user_path
 from training.data.tokenizer import TextTokenizer, read_tokenizer
+from training.faults import SCRIPT_ERRORS
 from training.weights import tokenizer_folder
 
 TEXT = Path(__file__).resolve().parent.parent / "training/data/bundled/moby-dick/moby-dick.jsonl"
@@ -71,14 +73,14 @@ def receipt_tokens(
     try:
         content = text.read_text(encoding="utf-8")[: 40 * count]
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text {text}: {error}") from None
+        raise UserError(f"--text {text}: {error}") from None
     if text.suffix == ".jsonl":
         lines = content.splitlines()
         whole = lines[:-1] if len(lines) > 1 else lines
         content = "\n".join(json.loads(line)["text"] for line in whole)
     ids = tokenizer.prompt(content)
     if len(ids) < length:
-        raise ValueError(f"--text {text} has {len(ids)} tokens, at least {length} are needed")
+        raise UserError(f"--text {text} has {len(ids)} tokens, at least {length} are needed")
     rows = min(rows, len(ids) // length)
     return torch.tensor(ids[: rows * length]).view(rows, length), text.name
 
@@ -87,11 +89,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         if options.tokens < 2:
-            raise ValueError(f"--tokens {options.tokens} must be at least 2")
+            raise UserError(f"--tokens {options.tokens} must be at least 2")
         for name in ("drop", "noise"):
             value = getattr(options, name)
             if not 0 <= value <= 1:
-                raise ValueError(f"--{name} {value} must be from 0 to 1")
+                raise UserError(f"--{name} {value} must be from 0 to 1")
         dense = load_dense(options.folder).eval()
         folder = tokenizer_folder(options.folder)
         tokenizer = None if folder is None else read_tokenizer(folder)
@@ -104,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
             sparse_step=options.sparse_step,
             seed=options.seed,
         )
-    except ValueError as error:
+    except SCRIPT_ERRORS as error:
         fail(error)
     before, after = mean_loss(dense, tokens), mean_loss(model.eval(), tokens)
     receipt = {
@@ -133,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"changed:  loss {receipt['loss_changed']:.7f} after --drop and --noise")
     try:
         exported = export_hf(model, options.out, dtype=options.dtype, tokenizer=tokenizer)
-    except (ValueError, OSError) as error:
+    except SCRIPT_ERRORS as error:
         fail(error)
     (exported.folder / "upcycle.json").write_text(json.dumps(receipt, indent=2) + "\n")
     print(f"{exported.folder}: {model.config.family}, {exported.bytes / 1e6:,.1f} MB")

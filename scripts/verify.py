@@ -39,6 +39,7 @@ from training.config_checks import refuse_sharded
 from training.config_load import expand_home, first_line
 from training.data.batch import Batch, make_batch
 from training.data.order import Row
+from training.faults import USER_ERRORS
 from training.loop import agree_on_step, read_window, train_step
 
 STEPS, LENGTH = 2, 32
@@ -349,7 +350,7 @@ def main(arguments: list[str]) -> int:
                 raise ConfigError(f"--{key}={value} must be at least {least}")
         config = load_config(given.config, given.overrides)
         small, plan, alone = plans(config, given.nproc)
-    except ValueError as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
@@ -366,7 +367,7 @@ def main(arguments: list[str]) -> int:
             device_type=plan.device, timeout_s=given.timeout,
         )  # fmt: skip
         whole = put_together(parts)
-    except (RankError, ValueError) as error:
+    except RankError as error:
         print(f"the layout failed: {error}", file=sys.stderr)
         return 1
     one = one_process(small, alone, given.nproc, given.micro_batches)

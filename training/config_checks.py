@@ -192,22 +192,22 @@ def drop_idle(values: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def refuse_useless(config: Config) -> None:
-    """ValueError for a setting that another one makes useless and that is not at its default."""
+    """ConfigError for a setting that another one makes useless and that is not at its default."""
     for reason, places in _idle(config):
         for place in places.split():
             value = _value(config, place)
             if value != _default(config, place):
-                raise ValueError(
+                raise ConfigError(
                     f"{place}={shown(value)} has no effect {reason}; give "
                     f"{place}={shown(_default(config, place))}"
                 )
 
 
 def check_combinations(config: Config) -> None:
-    """ValueError for settings that are right alone and impossible together."""
+    """ConfigError for settings that are right alone and impossible together."""
     train, data, model = config.train, config.data, config.model.config
     if (train.steps is None) == (train.epochs is None):
-        raise ValueError(
+        raise ConfigError(
             f"train.steps={shown(train.steps)} and train.epochs={shown(train.epochs)}: give one "
             "of the two, and one only (null empties the other)"
         )
@@ -220,18 +220,18 @@ def check_combinations(config: Config) -> None:
     _check_router(config)
     check_rounding(config, min(train.micro_batch_size, train.global_batch_size))
     if config.parallel.schedule == "whole" and config.router.rounding != "none":
-        raise ValueError(
+        raise ConfigError(
             f"parallel.schedule=whole cannot be with router.rounding={config.router.rounding}, "
             "which gives tokens unequal numbers of experts; allowed with it: all, pairwise"
         )
     if config.router.top_k_schedule != "none" and config.router.top_k_start is None:
-        raise ValueError(
+        raise ConfigError(
             f"router.top_k_schedule={config.router.top_k_schedule!r} needs router.top_k_start, the "
             f"experts per token in the first step; it ends with model.num_experts_per_tok="
             f"{model.num_experts_per_tok}"
         )
     if data.seq_len > model.max_position_embeddings:
-        raise ValueError(
+        raise ConfigError(
             f"data.seq_len={data.seq_len} must not exceed "
             f"model.max_position_embeddings={model.max_position_embeddings}"
         )
@@ -240,7 +240,7 @@ def check_combinations(config: Config) -> None:
 def _check_spmm(config: Config) -> None:
     """What products of sparse matrices cannot do."""
     if config.model.save != "h":
-        raise ValueError(
+        raise ConfigError(
             f"model.save={config.model.save!r} does not go with model.kernels='spmm', which keeps "
             "all it computes; allowed: 'h'"
         )
@@ -248,7 +248,7 @@ def _check_spmm(config: Config) -> None:
     if model.expert_size % 16:
         own = model.moe_intermediate_size is not None
         name = "moe_intermediate_size" if own else "intermediate_size"
-        raise ValueError(
+        raise ConfigError(
             f"model.{name}={model.expert_size} with model.kernels='spmm' must be a multiple of 16, "
             "so that blocks do not cross from one expert to the next"
         )
@@ -307,18 +307,18 @@ def _check_widths(config: Config) -> None:
         ("model.save", config.model.save, ("h", "x")),
     ):
         if value not in allowed:
-            raise ValueError(
+            raise ConfigError(
                 f"{place}={value!r} takes all experts for equally wide, which they are not with "
                 f"model.moe_expert_widths; allowed: {', '.join(a or 'empty' for a in allowed)}"
             )
     if router.balance_load == "flops":
         if router.balance_scope == "sequence" and router.balance_coef:
-            raise ValueError(
+            raise ConfigError(
                 "router.balance_load='flops' does not go with router.balance_scope='sequence', "
                 "which counts tokens; allowed: global, lagged, micro"
             )
         if router.bias_update != "none" and isinstance(given[0], list):
-            raise ValueError(
+            raise ConfigError(
                 f"router.bias_update={router.bias_update!r} with router.balance_load='flops' needs "
                 "one list of model.moe_expert_widths for all layers"
             )
@@ -331,12 +331,12 @@ def _check_router(config: Config) -> None:
     groups, kept = model.n_group or 1, model.topk_group or 1
     choice = experts // groups * kept
     if router.bias_update != "none" and choice <= k:
-        raise ValueError(
+        raise ConfigError(
             f"router.bias_update={router.bias_update!r} cannot balance anything: every token takes "
             f"all {choice} experts that it may choose from; allowed: none"
         )
     if router.expert_dropout and (kept < groups or experts == k):
-        raise ValueError(
+        raise ConfigError(
             f"router.expert_dropout={router.expert_dropout:g} needs experts to choose from in "
             f"every group; allowed with num_experts={experts}, num_experts_per_tok={k}, "
             f"n_group={groups}, topk_group={kept}: 0"
@@ -350,37 +350,37 @@ def _check_router(config: Config) -> None:
             (experts == k, f"num_experts_per_tok={k}", f"below {experts}"),
         ):
             if wrong:
-                raise ValueError(
+                raise ConfigError(
                     f"router.sample_temperature={router.sample_temperature:g} does not go with "
                     f"{name}; allowed there: {allowed}"
                 )
     balanced = router.balance_coef > 0 or router.bias_update != "none"
     if router.rounding != "none" and router.rounding_min_tiles == 0 and not balanced:
-        raise ValueError(
+        raise ConfigError(
             "router.rounding_min_tiles=0 takes all tokens from an expert with less than half a "
             "tile of them, and without balancing nothing brings it back; allowed: 1 or more, a "
             "router.balance_coef above 0, or a router.bias_update"
         )
     if router.amplitude and (router.score != "softmax" or router.freeze_at == 1):
-        raise ValueError(
+        raise ConfigError(
             f"router.amplitude=true needs probabilities of its own, which router.score="
             f"{router.score!r} (or a frozen router) does not give; allowed: softmax"
         )
     if router.capacity_factor is not None:
         if router.rounding != "none":
-            raise ValueError(
+            raise ConfigError(
                 f"router.capacity_factor={router.capacity_factor:g} and router.rounding="
                 f"{router.rounding!r} both decide how many tokens an expert gets; with rounding "
                 "give router.rounding_max_tiles"
             )
         if router.capacity_factor * k >= experts:
-            raise ValueError(
+            raise ConfigError(
                 f"router.capacity_factor={router.capacity_factor:g} has no effect: no expert can "
                 f"get more than {experts / k:g} times the mean; allowed: below that"
             )
     if router.score == "relu":
         if router.relu_most is not None and not k <= router.relu_most <= experts:
-            raise ValueError(
+            raise ConfigError(
                 f"router.relu_most={router.relu_most} must be between num_experts_per_tok={k} and "
                 f"num_experts={experts}"
             )
@@ -394,18 +394,18 @@ def _check_router(config: Config) -> None:
             ("balance_coef", 0.0),
         ):
             if getattr(router, key) != idle:
-                raise ValueError(
+                raise ConfigError(
                     f"router.{key}={getattr(router, key)!r} does not go with router.score='relu', "
                     "which chooses by the sign of a logit and balances by its own penalty; "
                     f"allowed: {'empty' if idle is None else idle}"
                 )
         if router.balance_scope == "sequence":
-            raise ValueError(
+            raise ConfigError(
                 "router.balance_scope='sequence' does not go with router.score='relu', whose "
                 "penalty compares with the load of many rows; allowed: global, lagged, micro"
             )
         if groups > 1 or model.has_selection_bias:
-            raise ValueError(
+            raise ConfigError(
                 f"router.score='relu' knows no groups and no selection bias, which {model.family} "
                 "has; allowed: another family"
             )

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 import yaml
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from models.errors import UserError
+from models.errors import UserError, allowed_by
 
 
 class ConfigError(UserError):
@@ -32,8 +32,6 @@ def fail(error: Exception) -> NoReturn:
     """End the program because of a mistake of the user's: one line, exit code 2."""
     at = getattr(error, "filename", None)  # of an OSError
     told = f"{at}: {error.strerror}" if at else error
-    if isinstance(error, ValidationError):  # of a ModelConfig: three lines, with an address
-        told = first_line(error, {})
     print(f"error: {told}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -49,11 +47,11 @@ def expand_home(text: str) -> str:
     script's argument, or as a config field of type `PathText`.
 
     Raises:
-        ValueError: there is no such user.
+        UserError: there is no such user.
     """
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        raise ValueError(
+        raise UserError(
             f"{text!r} begins with ~, and there is no user {expanded[1:].partition('/')[0]!r}; "
             f"a file of that name is ./{text}"
         )
@@ -434,39 +432,6 @@ def unknown_key_message(section: str, key: str, value: Any, names: dict[str, Seq
 # --- messages -----------------------------------------------------------------------------------
 
 
-def _allowed(error: dict[str, Any]) -> str:
-    """What would have been right, from one pydantic error."""
-    kind_of, context = error["type"], error.get("ctx", {})
-    fixed = {
-        "int": "a whole number",
-        "float": "a number",
-        "finite": "a finite number",
-        "bool": "true or false",
-        "string": "text (put it in quotes if it looks like a number or true/false)",
-        "list": "a list",
-        "tuple": "a list",
-        "dict": "a mapping",
-        "model": "a mapping of keys",
-        "missing": "a value (it has no default)",
-    }
-    if (first := kind_of.partition("_")[0]) in fixed:
-        return fixed[first]
-    if kind_of == "literal_error":
-        return f"one of {context['expected']}"
-    for name, said in (
-        ("min_length", "a list of at least"),
-        ("max_length", "a list of at most"),
-        ("gt", "a number >"),
-        ("ge", "a number >="),
-        ("lt", "a number <"),
-        ("le", "a number <="),
-    ):
-        if name in context:  # a limit is an integer where the field is
-            whole = kind_of.endswith("equal") and isinstance(context[name], int)
-            return f"{said.replace('number', 'whole number') if whole else said} {context[name]:g}"
-    return error["msg"]
-
-
 def _hint(value: Any, allowed: str) -> str:
     words = re.findall(r"'(\w+)'", allowed)
     near = None
@@ -511,7 +476,7 @@ def first_line(error: ValidationError, names: dict[str, Sequence[str]]) -> str:
             line = _placed(line, place, location, first["input"], names)
     else:
         places = [e for e in found if e["loc"][: len(location)] == first["loc"][: len(location)]]
-        allowed = " or ".join(dict.fromkeys(_allowed(e) for e in places))
+        allowed = " or ".join(dict.fromkeys(allowed_by(e) for e in places))
         given = "" if first["type"] == "missing" else f"={shown(first['input'])}"
         verb = "is missing: it needs" if first["type"] == "missing" else "must be"
         place = ".".join(map(str, location))

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from models.config import Count, ModelConfig, Positive, Strict, read_config_json
+from models.config import Count, ModelConfig, Positive, Strict
 from models.config_hf import fields_from_hf
+from models.errors import UserError
 from models.first_weights import FirstWeights
-from training.config_load import PathText, expand_home, first_line, shown
+from training.config_load import ConfigError, PathText, expand_home, first_line, shown
 from training.config_router import RouterConfig
 from training.config_surgery import SurgeryConfig
 from training.data.config import DataConfig
@@ -109,13 +110,13 @@ class ModelSection(Strict):
 def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:
     """The fields that the Hugging Face config at `path` gives; `key` is who asked, for errors."""
     try:
-        given = fields_from_hf(read_config_json(path))
+        given = fields_from_hf(path)
         ModelConfig(**given)  # so that a mistake in the file is told as one of the file
         return given
     except ValidationError as error:
-        raise ValueError(f"{key}={path!r}: {first_line(error, {})}") from None
-    except ValueError as error:
-        raise ValueError(f"{key}={path!r}: {error}") from None
+        raise ConfigError(f"{key}={path!r}: {first_line(error, {})}") from None
+    except UserError as error:
+        raise ConfigError(f"{key}={path!r}: {error}") from None
 
 
 class OptimConfig(Strict):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from training.config_load import shown
+from training.config_load import ConfigError, shown
 from training.surgery_settings import events_uneven, uses_families
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def check_exactness(config: Config) -> None:
     """Refuse a run whose export would be another model, and settings that end nothing.
 
     Raises:
-        ValueError: naming the setting, the family, and what is allowed.
+        ConfigError: naming the setting, the family, and what is allowed.
     """
     router, family = config.router, config.model.config.family
     found = inexact(config)
@@ -103,14 +103,14 @@ def check_exactness(config: Config) -> None:
         for key, idle in (("end_steps", None), ("exportable", True)):
             value = getattr(router, key)
             if value != idle:
-                raise ValueError(
+                raise ConfigError(
                     f"router.{key}={shown(value)} has no effect: all that this router does can be "
                     f"exported as {family}; leave it out"
                 )
         return
     if not router.exportable:
         if router.end_steps is not None:
-            raise ValueError(
+            raise ConfigError(
                 f"router.end_steps={router.end_steps} has no effect with router.exportable=false; "
                 "leave one of them out"
             )
@@ -120,12 +120,12 @@ def check_exactness(config: Config) -> None:
         value = getattr(getattr(config, section), key)
         given = f"{knob.place}={'...' if isinstance(value, list) else shown(value)}"
         if knob.end is None:
-            raise ValueError(
+            raise ConfigError(
                 f"{given} cannot be exported: {family} has no {knob.what}; allowed "
                 "only with router.exportable=false, for a run that is not to be exported"
             )
         if router.end_steps is None:
-            raise ValueError(
+            raise ConfigError(
                 f"{given} cannot be exported: {family} has no {knob.what}. Give "
                 f"router.end_steps: the last so many steps train without it ({knob.end} before), "
                 "or router.exportable=false for a run that is not to be exported"
@@ -135,10 +135,10 @@ def check_exactness(config: Config) -> None:
 
 
 def check_ends(config: Config, steps: int) -> None:
-    """ValueError if a run of so many steps is too short for its `router.end_steps`."""
+    """ConfigError if a run of so many steps is too short for its `router.end_steps`."""
     last = config.router.end_steps
     if last is not None and 2 * last >= steps:
-        raise ValueError(
+        raise ConfigError(
             f"router.end_steps={last} must be less than half of the run's {steps} steps: as many "
             "steps before them are there for annealing"
         )

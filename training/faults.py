@@ -46,6 +46,8 @@ PATIENCE_S = 20.0
 
 # Told in one line. Any other ValueError comes from a fault of the program or of a library.
 USER_ERRORS = (UserError, ParallelError)
+# Scripts have no run to lose: what they cannot read or write is the user's to mend.
+SCRIPT_ERRORS = (*USER_ERRORS, CheckpointError, OSError)
 
 
 class RunFailed(RuntimeError):

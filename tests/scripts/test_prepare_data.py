@@ -99,7 +99,7 @@ def test_through_datasets(tmp_path: Path, capsys) -> None:
         (["none.jsonl", "--out", "store", "--tokenizer", "tok"], "no such file"),
         (["a.jsonl", "--out", "store", "--tokenizer", "none.json"], "no such file or folder"),
         (["a.jsonl", "--out", "store", "--tokenizer", "tok", "--split", "x"], "only with hub"),
-        (["a.jsonl", "--out", "store", "--train-tokenizer", "9"], "greater than or equal to 260"),
+        (["a.jsonl", "--out", "store", "--train-tokenizer", "9"], "must be a whole number >= 260"),
         (["empty.jsonl", "--out", "store", "--tokenizer", "tok"], "no documents in the inputs"),
         (["a.jsonl", "--out", "a.jsonl/store", "--tokenizer", "tok"], "Not a directory"),
         (["--corpus", "hamlet", "--out", "x"], "known are moby-dick, sotu"),

@@ -8,9 +8,9 @@ import pytest
 
 from models.build import build_model
 from models.engines import FEATURES
-from models.hf import export_hf
+from models.hf import export_hf, load_hf
 from tests.models.tiny import FAMILIES, tiny_config
-from training.data.tokenizer import read_tokenizer, train_tokenizer
+from training.data.tokenizer import train_tokenizer
 
 GPT2 = {
     "model": {"type": "BPE"},
@@ -43,10 +43,10 @@ def folder(tmp_path):
     """Writes an export of a family with a tokenizer of its own."""
 
     def write(family: str, **changes):
-        train_tokenizer(["a whale and a ship at sea"], 288).save(tmp_path / "tokenizer")
+        tokenizer = train_tokenizer(["a whale and a ship at sea"], 288)
         config = tiny_config(family, vocab_size=288, num_key_value_heads=4, **changes)
         out = tmp_path / "out"
-        export_hf(build_model(config), out, tokenizer=read_tokenizer(tmp_path / "tokenizer"))
+        export_hf(build_model(config), out, tokenizer=tokenizer)
         return out
 
     return write
@@ -88,6 +88,31 @@ def test_f4_another_splitting_rule_is_refused(script, folder, tmp_path, capsys) 
     told = capsys.readouterr().err
     assert stop.value.code == 2 and told.count("\n") == 1 and "llama.cpp has no such" in told
     assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*partial*"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_f6_the_models_of_the_rows_are_written(script, tmp_path, family: str) -> None:
+    """Without any engine: a change of the exporter must not break what only few machines run."""
+    for feature in (f for f in FEATURES if f.family == family):
+        folder = tmp_path / feature.name.replace("/", " ")
+        config = script("check_engines").write_folder(feature, folder, seed=1)
+        assert feature.has(config) and load_hf(folder / "model").config == config
+        assert (folder / "model/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--engine", "vllm"], "--engine vllm is unknown"),
+        (["--engine", "vLLM=nowhere/python"], "--engine vLLM=nowhere/python: there is no program"),
+        (["--engine", "transformers", "--only", "qwen2"], "--only 'qwen2': no row"),
+    ],
+)
+def test_f6_a_check_that_would_check_nothing_is_refused(script, capsys, words, told) -> None:
+    with pytest.raises(SystemExit) as stop:
+        script("check_engines").main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and told in line
 
 
 @pytest.mark.parametrize("row", ["mixtral ", "glm4_moe ", "qwen3_moe norm_topk_prob: false"])

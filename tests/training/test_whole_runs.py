@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import train
 from models.hf import export_hf
 from tests.training.test_train import before_step, break_loss, by_step, events
 from training.checkpoint import read_state
+from training.data.tokenizer import read_tokenizer
 from training.weights import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -158,6 +160,16 @@ def test_c12_a_fault_of_a_thread_that_tokenises_shows_its_traceback(run, monkeyp
             {},
             "router.freeze_at=999",
         ),
+        (
+            (
+                "train.steps=null",
+                "train.epochs=1",
+                "router.bias_update=sign",
+                "router.end_steps=99",
+            ),
+            {},
+            "router.end_steps=99 must be less than half",
+        ),
         (("parallel.expert=3",), {}, "parallel.expert=3"),
         (("parallel.offload_path=x",), {}, "parallel.offload_path='x'"),
         ((), {"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is no whole number"),
@@ -175,16 +187,61 @@ def test_c12_mistakes_of_the_user_are_one_line(
     assert line.startswith("error: ") and message in line
 
 
+BROKEN = {
+    "model.safetensors": "model.safetensors is not readable as safetensors",
+    "config.json": "config.json is not valid JSON",
+    "tokenizer.json": "tokenizer.json is no tokenizer.json",
+    "tokenizer_config.json": "tokenizer_config.json holds no JSON object",
+    "generation_config.json": "generation_config.json is not valid JSON",
+}
+WRONG = {
+    "hidden_size": "wide",
+    "num_experts": -1,
+    "rope_scaling": "linear",
+    "layer_types": 1,
+    "bos_token_id": "begin",
+}
+
+
 def test_c12_folders_of_weights_that_do_not_fit_are_one_line(run, tmp_path, capsys):
     assert run("run.name=first", "train.steps=2", "optim.warmup_steps=1") == 0
     out = tmp_path / "out"
-    export_hf(load_model(tmp_path / "runs/first"), out)
-    weights = out / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    capsys.readouterr()
-    assert run("run.name=second", f"model.init_from={out}") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(weights) in line and "safetensors" in line
+    first = tmp_path / "runs/first"
+    tokenizer = read_tokenizer(first / "tokenizer")
+    settings = ("run.name=second", f"model.init_from={out}", "data.tokenizer=null")
+    export_hf(load_model(first), out, tokenizer=tokenizer)
+    assert run(*settings, "train.steps=1", "optim.warmup_steps=0", "run.name=whole") == 0
+    config = json.loads((out / "config.json").read_text())
+
+    def told() -> str:
+        capsys.readouterr()
+        assert run(*settings) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and not (tmp_path / "runs/second").exists()
+        return line
+
+    for file, words in BROKEN.items():
+        content = (out / file).read_bytes()
+        (out / file).write_bytes(content[: len(content) // 2])
+        assert words in told(), file
+        (out / file).write_bytes(content)
+    for key, value in WRONG.items():
+        (out / "config.json").write_text(json.dumps(config | {key: value}))
+        assert key in told()
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "model.safetensors").unlink()
+    assert "neither model.safetensors nor" in told()
+
+
+def test_f5_a_run_stops_generation_where_the_folder_says(run, tmp_path):
+    """The list of generation_config.json, as scripts/import_hf.py takes it."""
+    assert run("run.name=first", "train.steps=1", "optim.warmup_steps=0") == 0
+    out, first = tmp_path / "out", tmp_path / "runs/first"
+    export_hf(load_model(first), out, tokenizer=read_tokenizer(first / "tokenizer"))
+    (out / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    settings = (f"model.init_from={out}", "data.tokenizer=null", "optim.warmup_steps=0")
+    assert run("run.name=second", *settings, "train.steps=1") == 0
+    assert load_model(tmp_path / "runs/second").config.eos_token_id == [0, 2]
 
 
 def test_c10_the_start_says_which_files_of_a_folder_are_taken(run, tmp_path, capsys):

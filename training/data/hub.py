@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -43,3 +44,19 @@ def quiet_hub() -> Iterator[None]:
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
         hub_logging.set_verbosity(verbosity)
+
+
+def download(name: str, file: str, beside: Sequence[str] = ()) -> Path | None:
+    """A file of a hub repository, with those of `beside` that it has, in the cache; None where the
+    repository has no such file."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import EntryNotFoundError
+
+    try:
+        path = Path(hf_hub_download(name, file))
+    except EntryNotFoundError:
+        return None
+    for side in beside:
+        with contextlib.suppress(EntryNotFoundError):
+            hf_hub_download(name, side, revision=path.parent.name)
+    return path

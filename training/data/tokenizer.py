@@ -12,7 +12,6 @@ tokenizer from other keys, by class and model type, and then gives other ids (tr
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -30,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.data.config import BUNDLED, DataConfig, DataError
 from training.data.encode import encode_texts
-from training.data.hub import quiet_hub
+from training.data.hub import download, quiet_hub
 from training.data.lock import disk_errors, run_once, temporary_name
 
 logger = logging.getLogger(__name__)
@@ -186,7 +185,9 @@ def read_tokenizer(
     try:
         with quiet_hub(), tempfile.TemporaryDirectory() as folder:
             on_hub = not Path(path).is_dir()
-            found = (on_hub and _from_hub(name)) or _converted(name, Path(folder))
+            # Never through AutoTokenizer, which may rebuild the tokenizer by its class.
+            found = download(name, "tokenizer.json", _SIDE_FILES) if on_hub else None
+            found = found or _converted(name, Path(folder))
             tokenizer = _from_file(found, name, eos_token, bos_token)
             return replace(tokenizer, hub_name=name) if on_hub else tokenizer
     except DataError:
@@ -197,24 +198,6 @@ def read_tokenizer(
             f"not give it ({first_line(error)}); name a folder or tokenizer.json that is here, or "
             "train one on the text with data.tokenizer=null"
         ) from None
-
-
-def _from_hub(name: str) -> Path | None:
-    """tokenizer.json of a hub repository, with the files beside it; None where it has none.
-
-    Never through AutoTokenizer, which may rebuild the tokenizer by its class.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        file = Path(hf_hub_download(name, "tokenizer.json"))
-    except EntryNotFoundError:
-        return None
-    for side in _SIDE_FILES:
-        with contextlib.suppress(EntryNotFoundError):
-            hf_hub_download(name, side, revision=file.parent.name)
-    return file
 
 
 def _converted(name: str, folder: Path) -> Path:
@@ -241,7 +224,17 @@ def _from_file(
         for side in _SIDE_FILES
         if (file.parent / side).is_file()
     }
+    for side, content in side_files.items():
+        if side.endswith(".json") and not _is_json_object(content):
+            raise DataError(f"{file.parent / side} holds no JSON object")
     return _make(backend, side_files, name, eos_token, bos_token)
+
+
+def _is_json_object(content: bytes) -> bool:
+    try:
+        return isinstance(json.loads(content), dict)
+    except ValueError:
+        return False
 
 
 def first_line(error: BaseException) -> str:
