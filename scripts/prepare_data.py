@@ -7,7 +7,7 @@
     python scripts/prepare_data.py --check store
     python scripts/prepare_data.py --corpus sotu --out sotu.jsonl
 
-The same command goes on where an earlier one ended, however it ended. Train on the store with
+The same command continues where an earlier one ended, however it ended. Train on the store with
 `'data.sources=[{path: store}]' data.tokenizer=null`; it brings its tokenizer along.
 """
 

@@ -5,7 +5,7 @@
 #   bash scripts/quickstart.sh [--help] [section.key=value …]
 #
 # Runs on a CPU (two cores: a few minutes) or a CUDA GPU, and needs no model hub. Words like train.steps=50
-# or run.name=try go to train.py. The same command again goes on where the last one ended.
+# or run.name=try go to train.py. The same command again resumes where the last one ended.
 # Environment: PYTHON, TESSERA_TORCH (see scripts/_setup.sh).
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -34,13 +34,13 @@ export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 # made a step on two cores fourteen times slower.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
-say "training (interrupt with Ctrl+C; the same command goes on)"
+say "training (interrupt with Ctrl+C; the same command resumes)"
 code=0
 "$PY" train.py configs/quickstart.yaml "$@" || code=$?
 case $code in
     0) ;;
     2) die "the config or the data has a mistake: see the line above" ;;
-    75) say "stopped; bash scripts/quickstart.sh $* goes on from there"; exit 75 ;;
+    75) say "stopped; bash scripts/quickstart.sh $* resumes from there"; exit 75 ;;
     *) die "training ended with code $code; $PY scripts/doctor.py $run may tell why" ;;
 esac
 

@@ -371,7 +371,7 @@ def snapshot(
     attempt: int,
     inexact: list[str],
 ) -> Snapshot:
-    """Everything needed to go on from here.
+    """Everything needed to resume from here.
 
     Args:
         position: of the data after the step.

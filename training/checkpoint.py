@@ -183,7 +183,7 @@ class Saver:
     cannot reach them); a second save waits for the first. Ended saves, also failed ones, are handed
     out by `poll`; `last_error` is what `poll` saw of the save of `last_step`.
 
-    `last_step` at first: the step that the run goes on from. Newer folders that are there already
+    `last_step` at first: the step that the run resumes from. Newer folders that are there already
     were passed over as damaged: they stay, and take no place of `keep_last`.
     """
 

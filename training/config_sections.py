@@ -34,7 +34,7 @@ class RunConfig(Strict):
     seed: Annotated[int, Field(ge=0, le=10**12)] = 0
     """Seed of initial weights and of the order of the data."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the last good checkpoint of this run folder, if any. never: refuse a
+    """auto: resume from the last good checkpoint of this run folder, if any. never: refuse a
     folder that holds a run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA where there is one."""
@@ -267,7 +267,7 @@ class EvalConfig(Strict):
     """Rows of `data.seq_len` tokens that one validation reads of each source, over all processes
     together; empty: all."""
     sample_prompt: str | None = None
-    """Text that the model goes on with at every validation; empty: none."""
+    """Text that the model continues at every validation; empty: none."""
     sample_tokens: Positive = 64
     """Tokens of a sample."""
 

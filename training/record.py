@@ -431,5 +431,5 @@ def _stopped(record: Record, now: float) -> Iterator[Finding]:
         yield Finding(
             "problem" if not saved else "warning",
             f"the run stopped at step {last['step']} of {steps}, {human_time(silent)} ago; {where}",
-            "give the same command again: it goes on from the newest good checkpoint",
+            "give the same command again: it resumes from the newest good checkpoint",
         )

@@ -1,6 +1,6 @@
 """The run folder: whose it is, which attempt this is, and what a resumed run may change.
 
-The same command again goes on from the newest good checkpoint. Settings may differ from those the
+The same command again resumes from the newest good checkpoint. Settings may differ from those the
 checkpoint was made with as long as its state keeps its meaning: the length of the run, learning
 rates, batch sizes, logging, evaluation, the number of processes; each change is logged. What gives
 the saved tensors another meaning (the architecture, the seed) is refused here by name; what gives
@@ -54,13 +54,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run and where it goes on."""
+    """The folder of a run and where it resumes."""
 
     folder: Path
     attempt: int
     """0 for the first start, one more for each restart."""
     checkpoint: Path | None
-    """Folder to go on from."""
+    """Folder to resume from."""
     passed_over: tuple[str, ...] = ()
     """One sentence for each newer folder that is no complete checkpoint."""
     changed: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Run:
 
 
 def open_run(config: Config, world: World) -> Run:
-    """Take the run folder, find what to go on from, and compare the settings.
+    """Take the run folder, find what to resume from, and compare the settings.
 
     Raises:
         ConfigError: `run.resume=never` and the folder holds a run; another process is using it;
@@ -110,7 +110,7 @@ def open_run(config: Config, world: World) -> Run:
         changed, refused = differences(old, config.to_dict())
         if refused:
             raise ConfigError(
-                f"{folder} is to go on from {checkpoint.name}, but these settings cannot change "
+                f"{folder} is to resume from {checkpoint.name}, but these settings cannot change "
                 f"in a run: {'; '.join(refused)}. Set them back, or give another run.name"
             )
     return Run(folder, attempt, checkpoint, tuple(passed_over), tuple(changed))

@@ -479,7 +479,7 @@ def end(job: Job, stopped: bool) -> None:
         plots(job)
     job.log.finish_tracking()  # what it has to say must not stand below the last lines
     if stopped:
-        text = f"stopped on request after step {step}; the same command goes on from there"
+        text = f"stopped on request after step {step}; the same command resumes from there"
     elif job.began == step:
         text = (
             f"nothing to do: this run was finished already, with all its {step} steps; raise "

@@ -1,7 +1,7 @@
 """What experts are worth, as the policy that lets them come and go sees it (`training.surgery`).
 
 The numbers lie on the device, follow every step without being read, and are part of a checkpoint: a
-run that goes on from there takes the same decisions.
+run that resumes from there takes the same decisions.
 
 Shape letters: L MoE layers, E slots.
 """

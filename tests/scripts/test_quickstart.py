@@ -205,7 +205,7 @@ def test_a_broken_environment_is_not_touched(machine):
 
 @pytest.mark.parametrize(
     ("code", "expected", "message"),
-    [("2", 1, "has a mistake"), ("75", 75, "goes on from there"), ("1", 1, "scripts/doctor.py")],
+    [("2", 1, "has a mistake"), ("75", 75, "resumes from there"), ("1", 1, "scripts/doctor.py")],
 )
 def test_training_that_does_not_end_well(machine, code, expected, message):
     machine.has(index=INDEX, train_code=code)

@@ -86,7 +86,8 @@ class DataConfig(Strict):
     with different seeds compare."""
     tokenizer: PathText | None = None
     """tokenizer.json, a folder with one, a hub name or `bundled:moby-dick`. Null: that of the
-    token store when the sources are stores, else a byte-level BPE trained on the sources."""
+    weights with `model.init_from`; else that of the token store when the sources are stores; else a
+    byte-level BPE trained on the sources. With `model.init_from` another one is refused."""
     tokenizer_vocab_size: Annotated[int, Field(ge=260)] | None = None
     """Vocabulary of the BPE to train when tokenizer is null; default 4096."""
     eos_token: str | None = None
