@@ -109,7 +109,7 @@ setup_transformers_457() {
     local stamp=$TESSERA_TRANSFORMERS_457/.done
     [ -e "$stamp" ] && return
     say "installing transformers 4.57 for comparison"
-    rm -rf "$TESSERA_TRANSFORMERS_457"
+    rm -rf "$TESSERA_TRANSFORMERS_457" && mkdir -p "$TESSERA_TRANSFORMERS_457"
     # What it pins otherwise than 5.x; the rest is the environment's.
     "$PY" -m pip install -qq --disable-pip-version-check --no-deps --target "$TESSERA_TRANSFORMERS_457" \
         "transformers==4.57.6" "huggingface_hub==0.36.2" "tokenizers==0.22.2" ||

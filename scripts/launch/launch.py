@@ -219,6 +219,10 @@ def make_agent(given: argparse.Namespace) -> tuple[Agent, RendezvousHandler]:
 
 def run(given: argparse.Namespace) -> int:
     """Start the processes and wait for their end; the exit code."""
+    host, _, port = given.first.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        say(f"error: hosts cannot meet at {given.first}: it must be ADDRESS:PORT, PORT a number")
+        return faults.USER_ERROR
     try:
         agent, handler = make_agent(given)
     except OSError as error:

@@ -178,6 +178,13 @@ def test_d4_a_busy_port_is_one_line(tmp_path):
     assert f"127.0.0.1:{more['PORT']}: Address already in use; give" in done.stderr
 
 
+@pytest.mark.parametrize("first", ["nowhere:29x", "29500", "here:70000"])
+def test_d4_a_place_that_is_none_is_one_line(launch, first, capfd):
+    assert launch.main(["--processes", "1", "--hosts", "2", "--first", first, "--", "x.yaml"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: hosts cannot meet at {first}: it must be ADDRESS:PORT")
+
+
 def test_d4_ctrl_c_saves_without_a_traceback(tmp_path):
     words = ["bash", str(SCRIPTS / "one_host.sh"), *settings(tmp_path, "train.steps=100000")]
     process = subprocess.Popen(

@@ -5,6 +5,7 @@ are made, in which order, and what a person is told when one fails.
 """
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+LINUX_X86 = (platform.system(), platform.machine()) == ("Linux", "x86_64")
 
 # Stands for `python3` and for the .venv's python. $STUB is a folder: calls are appended to `log`;
 # files in it say what this Python has and does.
@@ -226,8 +228,10 @@ def test_test_script_lints_tests_and_counts_failures(machine):
     machine.has(index=INDEX)
     done = machine.run("test.sh")
     assert done.returncode == 0, done.stderr
-    assert machine.installs()[-1].endswith("[dev,deepspeed]")
-    rest = machine.calls[3:]
+    own, other = machine.installs()[-2:]
+    assert own.endswith("[dev,deepspeed,interop]" if LINUX_X86 else "[dev,deepspeed]")
+    assert "--no-deps --target" in other and "transformers==4.57" in other
+    rest = machine.calls[machine.calls.index(other) + 1 :]
     assert rest[:2] == ["-m ruff check .", "-m ruff format --check ."]
     assert rest[2].startswith("-m pytest tests ")
     assert done.stdout.endswith("all is well\n")
