@@ -149,7 +149,7 @@ def _forward(
         if grad_x_TD is not None:
             grad_x_TD[piece] = grad_PV @ cast_VD
         if grad_weight_VD is not None:
-            _add_product(grad_weight_VD, grad_PV.t(), x_PD)
+            add_product(grad_weight_VD, grad_PV.t(), x_PD)
     return losses_T.sum(), grad_x_TD, grad_weight_VD
 
 
@@ -160,8 +160,8 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a @ b).to(dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a · b, in place and in the dtype of `total`."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a · b, in place and in the dtype of `total`, without memory of its own."""
     if on_gpu(a.device) and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:

@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models import loss
 from models.build import build_model
 from models.config import ModelConfig
 from models.documents import Documents
@@ -43,6 +44,7 @@ from moe.kernels._autograd import first_order
 from moe.kernels._triton import as_on_gpu
 
 RMS_NORM = F.rms_norm
+ADD_PRODUCT = loss.add_product
 
 
 class Allocations(TorchDispatchMode):
@@ -122,6 +124,7 @@ def replay(
         if gpu:
             stack.enter_context(as_on_gpu())
             stack.enter_context(mock.patch.object(F, "rms_norm", _rms_norm))
+            stack.enter_context(mock.patch.object(loss, "add_product", _add_product))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _give_shapes_without_content(model)
         apply_checkpointing(model, checkpointing)
@@ -176,6 +179,13 @@ class _FusedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None, torch.empty_like(weight), None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`models.loss.add_product`: what a GPU adds in place takes no memory, and PyTorch 2.11 cannot
+    do it with fake tensors."""
+    if a.dtype == total.dtype:
+        ADD_PRODUCT(total, a, b)
 
 
 def _give_shapes_without_content(model: nn.Module) -> None:

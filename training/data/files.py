@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -107,8 +108,9 @@ def _sort_out(
     """What is taken, and the names of the rest by reason."""
     taken: list[Path] = []
     left_out: dict[str, list[str]] = {}
+    root = _fixed_part(base)  # where it lies is not what makes a file hidden
     for path in inside:
-        if any(part.startswith(".") for part in Path(_name(path, base)).parts):
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
             reason = "hidden"
         elif _ABOUT.fullmatch(path.name):
             reason = "about the data"
@@ -119,6 +121,12 @@ def _sort_out(
             continue
         left_out.setdefault(reason, []).append(_name(path, base))
     return taken, left_out
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The folder above the first wildcard of a glob; a folder itself."""
+    parts = list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+    return Path(*parts)
 
 
 def _name(path: Path, base: Path) -> str:

@@ -182,6 +182,14 @@ def test_which_files(tmp_path: Path) -> None:
         names(f"{tmp_path}/empty")
 
 
+def test_c10_a_folder_is_not_hidden_by_where_it_lies(tmp_path):
+    write(tmp_path / ".venv/texts/a.txt", b"one")
+    write(tmp_path / ".venv/texts/.b.txt", b"hidden")
+    for path in (tmp_path / ".venv/texts", tmp_path / ".venv/*/*.txt"):
+        source = SourceConfig(path=str(path), name="x")
+        assert [file.name for file in find_files(source, "path")] == ["a.txt"]
+
+
 def test_c10_a_folder_says_what_is_taken_and_what_is_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     write(folder / "README.md", b"# about\n")
