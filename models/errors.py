@@ -13,6 +13,12 @@ class UserError(ValueError):
     """
 
 
+def brief(error: BaseException) -> str:
+    """Kind and first line of an error of a library, for a message of one line."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
 def allowed_by(error: dict[str, Any]) -> str:
     """What would have been right, from one pydantic error."""
     kind_of, context = error["type"], error.get("ctx", {})

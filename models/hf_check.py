@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from models.errors import brief
 from models.generate import generate
 from models.hf import DTYPES, SavedTokenizer
 from models.transformer import Decoder
@@ -79,8 +80,7 @@ def check_export(
             attn_implementation="sdpa",
         )
     except Exception as error:  # whatever transformers raises, the folder does not load
-        line = str(error).strip().splitlines()[0]
-        problem = f"transformers does not load it: {type(error).__name__}: {line}"
+        problem = f"transformers does not load it: {brief(error)}"
         return Receipt(version, math.nan, tolerance, new_tokens, 0, (problem,))
     theirs.eval()
     problems = [f"{key}: {value}" for key, value in info.items() if value]
@@ -166,8 +166,7 @@ def _tokenizer_problems(
             inputs = loaded("Call me", return_tensors="pt")
             theirs.generate(**inputs, max_new_tokens=1, do_sample=False)
         except Exception as error:  # whatever transformers raises, text cannot be continued
-            line = str(error).strip().splitlines()[0]
-            problems.append(f"model.generate(**tokenizer(text)): {type(error).__name__}: {line}")
+            problems.append(f"model.generate(**tokenizer(text)): {brief(error)}")
     end = model.config.eos_token_ids
     if end and loaded.eos_token_id not in end:
         problems.append(

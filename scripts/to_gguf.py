@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.config import read_config_json
-from models.errors import UserError
+from models.errors import UserError, brief
 from training.config_load import expand_home
 
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -137,10 +137,7 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
         raise
     except (ValueError, KeyError, NotImplementedError) as error:
         # The ways in which the converter refuses a model; it has no errors of its own.
-        words = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise UserError(
-            f"{folder}: llama.cpp's converter refuses it: {type(error).__name__}: {words}"
-        ) from error
+        raise UserError(f"{folder}: llama.cpp's converter refuses it: {brief(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
 

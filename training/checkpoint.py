@@ -44,6 +44,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from models.errors import brief
 from parallel import World, from_main, gather
 from parallel.flat_shard import ShardLoadPlanner, ShardSavePlanner, local_of, with_local
 from training.checkpoint_metadata import MetadataError, Reader, read_metadata
@@ -527,8 +528,7 @@ def read_rng(folder: Path, rank: int) -> bytes | None:
 
 def unreadable(folder: Path, what: str, error: BaseException) -> CheckpointError:
     """An error of reading, in one line."""
-    told = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    return CheckpointError(f"{what} of checkpoint {folder} cannot be read ({told})")
+    return CheckpointError(f"{what} of checkpoint {folder} cannot be read ({brief(error)})")
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:

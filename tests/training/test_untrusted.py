@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train
 from scripts import export_hf
-from training.checkpoint import CheckpointError, read_weights, stored_tensors
+from training.checkpoint import CheckpointError, read_weights, stored_tensors, unreadable
 from training.checkpoint_metadata import read_metadata
 from training.config import ConfigError, load_config
 
@@ -128,3 +128,7 @@ def test_c18_crafted_tensors_and_random_states_do_not_run(folder, tmp_path, caps
 def test_c18_pickled_data_sets_are_refused_by_name(tiny_config):
     with pytest.raises(ConfigError, match="hub=pandas reads pickles, which can run code"):
         load_config(tiny_config, ["data.sources=[{hub: pandas, files: x.pkl}]"])
+
+
+def test_c18_an_error_without_words_is_told_by_its_kind(tmp_path):
+    assert str(unreadable(tmp_path, "tensors", EOFError())).endswith("cannot be read (EOFError)")

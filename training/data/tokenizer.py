@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from models.errors import brief
 from training.data.config import BUNDLED, DataConfig, DataError
 from training.data.encode import encode_texts
 from training.data.hub import download, quiet_hub
@@ -195,7 +196,7 @@ def read_tokenizer(
     except Exception as error:
         raise DataError(
             f"data.tokenizer={name!r} is no file or folder with a tokenizer here, and the hub did "
-            f"not give it ({first_line(error)}); name a folder or tokenizer.json that is here, or "
+            f"not give it ({brief(error)}); name a folder or tokenizer.json that is here, or "
             "train one on the text with data.tokenizer=null"
         ) from None
 
@@ -218,7 +219,7 @@ def _from_file(
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
-        raise DataError(f"{file} is no tokenizer.json ({first_line(error)})") from None
+        raise DataError(f"{file} is no tokenizer.json ({brief(error)})") from None
     side_files = {
         side: (file.parent / side).read_bytes()
         for side in _SIDE_FILES
@@ -235,12 +236,6 @@ def _is_json_object(content: bytes) -> bool:
         return isinstance(json.loads(content), dict)
     except ValueError:
         return False
-
-
-def first_line(error: BaseException) -> str:
-    """Kind and first line of an error, for a message of one line."""
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 def _bundled_names() -> str:
