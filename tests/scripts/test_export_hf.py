@@ -133,3 +133,8 @@ def test_b3_check_finds_a_tokenizer_that_is_rebuilt(script, trained, tmp_path, c
     tokenizer.begin_with(True).save(out)
     problems = check_export(model, out, tokenizer=tokenizer, new_tokens=2).problems
     assert any("AutoTokenizer reads" in problem for problem in problems), problems
+
+
+def test_b7_the_export_names_the_converter_for_llama_cpp(script, trained, tmp_path, capsys):
+    assert script("export_hf").main([str(trained), str(tmp_path / "out")]) == 0
+    assert "scripts/to_gguf.py" in capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 
 import train
 from models.hf import export_hf
+from models.transformer import Decoder
 from tests.training.test_train import before_step, break_loss, by_step, events
 from training.checkpoint import read_state
 from training.data.tokenizer import read_tokenizer
@@ -256,3 +257,26 @@ def test_c10_the_start_says_which_files_of_a_folder_are_taken(run, tmp_path, cap
     told = " ".join(capsys.readouterr().out.split())
     assert "1 file taken: a.jsonl; left out: README.md (about the data); b.csv (ending" in told
     assert "corpus: 3 documents" in told
+
+
+def test_c11_a_dense_model_runs_each_micro_batch_once(run, monkeypatch):
+    """No pass that counts loads, whatever the accumulation; a model with experts has one."""
+    calls = []
+    real = Decoder.forward
+
+    def counted(self, *arguments, **keywords):
+        if self.training:
+            calls.append(1)
+        return real(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    words = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.steps=2")
+    passes = {}
+    for name, dense in (
+        ("experts", ()),
+        ("dense", ("model.mlp_only_layers=[0,1]", "model.intermediate_size=16")),
+    ):
+        calls.clear()
+        assert run(f"run.name={name}", *words, *dense, "optim.warmup_steps=1") == 0
+        passes[name] = len(calls)
+    assert passes == {"experts": 2 * 8, "dense": 2 * 4}

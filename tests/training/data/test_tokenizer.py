@@ -268,7 +268,7 @@ def test_b1_initial_weights_bring_their_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(DataConfig(sources=[text]), tmp_path / "r5/tokenizer", **without)
 
 
-def test_b1_a_hub_name_is_checked_when_a_run_resumes(tmp_path: Path) -> None:
+def test_b1_e19_a_hub_name_is_checked_when_a_run_resumes(tmp_path: Path) -> None:
     load_tokenizer(DataConfig(tokenizer=str(write_tokenizer(tmp_path / "a"))), tmp_path / "run/t")
     with pytest.raises(DataError, match="'nobody/none' is no file or folder with a tokenizer"):
         load_tokenizer(DataConfig(tokenizer="nobody/none"), tmp_path / "run/t")
