@@ -106,7 +106,7 @@ def default(model: type[BaseModel], key: str) -> str:
         return "empty"
     if isinstance(value, list) and value and isinstance(value[0], BaseModel):
         value = [item.model_dump(exclude_defaults=True) for item in value]
-    return _code(value)
+    return "below" if isinstance(value, BaseModel) else _code(value)
 
 
 def _code(value: Any) -> str:

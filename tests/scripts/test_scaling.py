@@ -57,3 +57,18 @@ def test_the_table(capsys):
         ("| 8", "within_node", "2"), ("| 8", "within_node", "8"), ("| 32", "across_nodes", "2"),
         ("| 32", "within_node", "2"), ("| 32", "within_node", "8"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--gpus", "12"], "--gpus 12 is more than --per-node 8"),
+        (["--per-node", "0"], "--per-node 0 must be at least 1"),
+        (["--expert", "3", "--gpus", "16"], "--expert 3: no layout of --gpus 16 splits 64 experts"),
+    ],
+)
+def test_a_table_that_would_be_empty_or_of_other_nodes_is_refused(words, told, capsys):
+    with pytest.raises(SystemExit) as stop:
+        scaling.main(["configs/olmoe_1b_7b.yaml", *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and told in line
