@@ -341,7 +341,7 @@ class HfWeights:
                 GLM-4.x files), which this model does not have.
 
         Raises:
-            ValueError: listing every tensor that is missing, unknown or of another shape.
+            UserError: listing every tensor that is missing, unknown or of another shape.
         """
         self._files = tensor_files(folder)
         self._opened: dict[Path, Any] = {}

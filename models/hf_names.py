@@ -64,7 +64,7 @@ class Entry:
         """Copy what came from disk into its place; shapes must agree (`shape`).
 
         Raises:
-            ValueError: numbers beyond the width of an expert, which would be lost.
+            UserError: numbers beyond the width of an expert, which would be lost.
         """
         if self.span is not None:
             target = parameter[slice(*self.span)]

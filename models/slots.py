@@ -30,7 +30,7 @@ def without_free_slots(
     """A model's config and tensors without its free slots; the same ones if there are none.
 
     Raises:
-        ValueError: layers with different numbers of experts, in a family that cannot say so.
+        UserError: layers with different numbers of experts, in a family that cannot say so.
     """
     used = {
         layer: source[name].nonzero().flatten().tolist()

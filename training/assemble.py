@@ -203,7 +203,7 @@ def make_trainee(
         steps: of the whole run.
 
     Raises:
-        ValueError: weights that do not fit, or that differ between processes.
+        UserError: weights that do not fit. ParallelError: weights that differ between processes.
         CheckpointError: a checkpoint that does not fit.
     """
     several = plan.engine is not None

@@ -67,7 +67,7 @@ def load_initial_weights(model: Decoder, path: str | Path) -> None:
     Buffers that are not there start as in a new run.
 
     Raises:
-        ValueError: tensors that are missing, unknown or of another shape, all named; or a model
+        UserError: tensors that are missing, unknown or of another shape, all named; or a model
             that computes with what this one has no buffer for.
         CheckpointError: no complete checkpoint there.
     """
@@ -100,7 +100,7 @@ def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> Non
     """As `load_initial_weights`, for a model that an engine shards: every process reads its part.
 
     Raises:
-        ValueError: tensors that are missing, unknown or of another shape, all named.
+        UserError: tensors that are missing, unknown or of another shape, all named.
         CheckpointError: no complete checkpoint there, or one that does not fit.
     """
     buffers = dict(model.named_buffers())
@@ -146,7 +146,7 @@ def refuse_loss(folder: Path, kept: Collection[str], place: str = "") -> None:
         place: what the message begins with.
 
     Raises:
-        ValueError: naming it.
+        UserError: naming it.
     """
     lost = stored_tensors(folder).keys() - set(kept)
     slots = [n.removeprefix("buffers/") for n in lost if n.endswith(".router.active_E")]
@@ -171,7 +171,7 @@ def refuse_inexact(folder: Path) -> None:
     """Refuse a checkpoint whose model is not the one that its config.json describes.
 
     Raises:
-        ValueError: what its router does beyond that.
+        UserError: what its router does beyond that.
     """
     lacks = read_state(folder).get("inexact", [])
     if lacks:
@@ -189,7 +189,7 @@ def load_model(path: str | Path, **build: Any) -> Decoder:
         build: arguments of `build_model`: dtype, device, kernels ...
 
     Raises:
-        ValueError: a checkpoint of a model that its config.json cannot express.
+        UserError: a checkpoint of a model that its config.json cannot express.
     """
     if is_hf_folder(path):
         return load_hf(path, **build)
