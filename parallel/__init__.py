@@ -4,7 +4,8 @@
     mesh              nodes × local ranks, and who shares what
     expert_parallel   MoE layers whose experts live on several ranks (all_to_all, dispatch,
                       transport and pull: how tokens travel)
-    engine            ZeRO-3 by FSDP2 or DeepSpeed, with gradient norm, update and shards
+    engine            what sharding engines share: gradient norm, update, shards
+    engines           choosing one: ZeRO-3 by FSDP2 or DeepSpeed
     flat_shard        parts of tensors in checkpoints
     processes         several processes of this machine, for checks and benchmarks
 

@@ -207,7 +207,7 @@ def wrap(
     """Make units of a model whose experts are split; sums instead of means, and prefetching.
 
     Args:
-        units: see `parallel.engine.make_engine`.
+        units: see `parallel.engines.make_engine`.
         routers: parameters that stay whole.
         on_host: keep shards and their gradients in host memory.
     """

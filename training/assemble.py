@@ -24,7 +24,8 @@ from models.execution import apply_checkpointing, compile_blocks
 from moe.control import RouterControl, routers_of
 from moe.rounding import RoundingConfig
 from parallel import World
-from parallel.engine import AdamSettings, check_replicas, make_engine
+from parallel.engine import AdamSettings, check_replicas
+from parallel.engines import make_engine
 from parallel.mesh import build_mesh
 from training.checkpoint import (
     Snapshot,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel.engine import resolve_engine
+from parallel.engines import resolve_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import MeshPlan, plan_mesh
 from parallel.offload import Offload

@@ -23,7 +23,8 @@ from parallel import (
     start,
     sum_,
 )
-from parallel.engine import AdamSettings, make_engine
+from parallel.engine import AdamSettings
+from parallel.engines import make_engine
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.training import test_loop as alone

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from models.build import build_model, initial_values, reset_buffers
 from models.execution import apply_checkpointing
 from parallel import World
-from parallel.engine import make_engine
+from parallel.engines import make_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.offload import Offload

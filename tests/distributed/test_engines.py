@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from models.build import build_model, initial_values, reset_buffers
 from models.execution import apply_checkpointing, compile_blocks
 from moe.control import routers_of
-from parallel.engine import check_replicas, make_engine
+from parallel.engine import check_replicas
+from parallel.engines import make_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.flat_shard import FlatShard
 from parallel.mesh import build_mesh, plan_mesh

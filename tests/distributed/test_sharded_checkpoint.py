@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from models.hf import export_hf
 from parallel import World
-from parallel.engine import make_engine
+from parallel.engines import make_engine
 from parallel.flat_shard import FlatShard, ShardSavePlanner
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
