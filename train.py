@@ -22,7 +22,12 @@ from contextlib import closing
 # on two cores that other programs use as well are then many times slower than one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    sys.exit("error: this Python has no PyTorch; type . .venv/bin/activate first (docs/install.md)")
 
 from moe.control import begin_step
 from parallel import World, launched_hosts, launched_rank, launched_size, shutdown, start

@@ -325,6 +325,17 @@ def chains() -> list[Chain]:
             cuda=True,
         ),
         Chain(
+            "own text",
+            (
+                Step(
+                    f"{QUICKSTART} run.name=mine "
+                    "'data.sources=[{path: my_texts/}]' data.tokenizer=null "
+                    f"train.steps=10 {EVERY_5}",
+                    checks=(learns("mine"), says("files? taken")),
+                ),
+            ),
+        ),
+        Chain(
             "estimate",
             (
                 Step(
@@ -455,6 +466,7 @@ def make_lab(folder: Path) -> Lab:
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
     (folder / "logs").mkdir()
+    shutil.copytree(ROOT / "docs", folder / "my_texts", ignore=shutil.ignore_patterns("img"))
     return Lab(folder)
 
 

@@ -383,7 +383,8 @@ def evaluated(job: Job, metrics: dict[str, float], sample: str | None) -> None:
         )
     if sample is not None:
         job.log.event("sample", step=job.progress.step, sample=sample)
-        job.log.say(f"sample: {job.config.eval.sample_prompt}{sample}", "dim")
+        text = f"{job.config.eval.sample_prompt}{sample}".replace("\n", "⏎ ")
+        job.log.say(f"sample: {text}", "dim")
     if job.config.log.plots and time.monotonic() - job.plotted_at > PLOT_EVERY_S:
         plots(job)
 
