@@ -178,9 +178,7 @@ def chains() -> list[Chain]:
     """All chains, also those that this machine cannot run (`possible` tells)."""
     graph = f"{SHORT} router.balance_scope=lagged"
     engines = f"train.steps=20 {EVERY_5} optim.lr=1e-3"
-    dense = (
-        "model.mlp_only_layers=[0,1,2,3] model.intermediate_size=256 router.balance_coef=null"
-    )
+    dense = "model.mlp_only_layers=[0,1,2,3] model.intermediate_size=256 router.balance_coef=null"
     real = (
         "train.steps=20 train.global_batch_size=32 optim.warmup_steps=10 log.every_steps=5 "
         "log.plots=false"
