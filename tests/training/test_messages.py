@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import fcntl
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -387,3 +390,23 @@ def test_f7_an_import_error_is_one_line(tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
     assert line == "error: hidden_size='wide' must be a whole number"
+
+
+def test_a_sample_is_one_line(run, monkeypatch, capsys):
+    monkeypatch.setattr(train, "sample_text", lambda *_, **__: "\n\nand on")
+    assert run("run.name=lines", "eval.sample_prompt=the whale", "eval.every_steps=12") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "sample:" in line] == ["sample: the whale⏎ ⏎ and on"]
+
+
+def test_a_python_without_torch_is_told_which_to_take(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')")
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", "configs/quickstart.yaml"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"},
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: this Python has no PyTorch; type . .venv/bin/activate first (docs/install.md)"
+    ]
