@@ -31,26 +31,27 @@ except ModuleNotFoundError as error:
 
 from moe.control import begin_step
 from parallel import World, launched_hosts, launched_rank, launched_size, shutdown, start
-from training import faults, status
+from training import faults
 from training.assemble import make_trainee, model_config, restore_random_states, snapshot
-from training.checkpoint import CheckpointError, Saver
-from training.config import Config, Plan, field_names, load_config, make_plan, write_resolved
-from training.config_load import ConfigError, read_words
-from training.config_routers import check_routers
+from training.bias_calibration import calibrate
+from training.checkpoint.files import CheckpointError, Saver
+from training.checkpoint.weights import tokenizer_folder
+from training.config.build import Config, Plan, field_names, load_config, make_plan, write_resolved
+from training.config.export_compat import acting
+from training.config.load import ConfigError, read_words
+from training.config.validate import check_routers
 from training.data import build_data, load_tokenizer
 from training.device import open_device, seed_all, setup_determinism
 from training.evaluate import as_trained, on_schedule, sample_text, validate
-from training.exactness import acting
 from training.faults import RunFailed, StopRequest
-from training.first_bias import calibrate
-from training.job import Job
-from training.logging import RunLog
-from training.loop import Pace, StepResult, agree_on_step, train_step
+from training.optim.schedule import learning_rate
 from training.probe import make_probe
+from training.report import status
+from training.report.run_log import RunLog
 from training.run import open_run, release, total_steps, withdraw
-from training.schedule import learning_rate
-from training.surgery import change_experts
-from training.weights import tokenizer_folder
+from training.run_state import Job
+from training.step import Pace, StepResult, agree_on_step, train_step
+from training.surgery.changes import change_experts
 
 # ---- before the first step ---------------------------------------------------------------------
 

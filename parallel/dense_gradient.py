@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe.router_gradient import expert_dots
-from parallel.transport import Collective, Split
+from parallel.exchange.transport import Collective, Split
 
 
 class DotsOverRanks:

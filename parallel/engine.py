@@ -34,7 +34,7 @@ from parallel.world import ParallelError, fingerprint
 
 
 class Group(Protocol):
-    """Parameters that share learning rate and weight decay; `training.optim.Group` is one."""
+    """Parameters that share learning rate and weight decay; see `training.optim.master.Group`."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Group(Protocol):
 
 
 class Guard(Protocol):
-    """Decides on the device whether a step is applied; `training.optim.StepGuard` is one."""
+    """Decides on the device whether a step is applied; `training.optim.master.StepGuard` is one."""
 
     def judge(self, norm: Tensor, terms: Tensor) -> Any:
         """Something with a field `skipped`: 1.0 leaves all weights and moments alone."""

@@ -37,9 +37,10 @@ from moe.experts import autocast_as_linear, experts
 from moe.kernels._triton import pick_backend
 from moe.metrics import RouterStats
 from moe.router_gradient import Dots, dense_gradient
-from parallel.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
 from parallel.dense_gradient import DotsOverRanks
-from parallel.dispatch import (
+from parallel.exchange.all_gather import Whole
+from parallel.exchange.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
+from parallel.exchange.dispatch import (
     SCHEDULES,
     Cut,
     exchange_counts,
@@ -47,10 +48,9 @@ from parallel.dispatch import (
     received_routing,
     sort_pairs,
 )
+from parallel.exchange.pull import Pull, SymmetricMemory
+from parallel.exchange.transport import Collective, Pairwise, Transport
 from parallel.mesh import Mesh, MeshPlan
-from parallel.pull import Pull, SymmetricMemory
-from parallel.transport import Collective, Pairwise, Transport
-from parallel.whole import Whole
 from parallel.world import ParallelError
 
 PAYLOADS = ("model", "float8")

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from parallel.transport import ExchangeError
+from parallel.exchange.transport import ExchangeError
 
 # Until all processes are there: hosts may take very unequal times to start Python and import.
 JOIN_S = 300.0
@@ -141,7 +141,7 @@ def own_queues() -> None:
     """Give CUDA streams hardware queues of their own; before the first use of CUDA.
 
     Of the default 8 queues two streams may share one, and then work behind a stream that waits for
-    another GPU (`parallel.pull`) would wait with it.
+    another GPU (`parallel.exchange.pull`) would wait with it.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

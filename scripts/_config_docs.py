@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from models.config import FAMILY_DEFAULTS, ModelConfig
-from training.config import Config, ModelSection
-from training.config_load import models_in
+from training.config.build import Config, ModelSection
+from training.config.load import models_in
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "configuration.md"

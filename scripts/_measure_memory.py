@@ -28,7 +28,7 @@ from training.assemble import make_trainee, model_config
 from training.data import load_tokenizer
 
 if TYPE_CHECKING:
-    from training.config import Config, Plan
+    from training.config.build import Config, Plan
 
 WARMUP = 2
 GIB = 2**30

@@ -43,7 +43,7 @@ class Lab:
 
     def losses(self, run: str) -> dict[int, tuple[float, float]]:
         """(loss, gradient norm) at each logged step of a run."""
-        from training.logging import read_metrics
+        from training.report.run_log import read_metrics
 
         lines = read_metrics(self.folder / "runs" / run)
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
@@ -366,7 +366,7 @@ def chains() -> list[Chain]:
 
 def stopped_between(lab: Lab, output: str) -> None:
     """The run was stopped before its end and resumed, so it has two attempts."""
-    from training.logging import read_lines
+    from training.report.run_log import read_lines
 
     attempts = {line["attempt"] for line in read_lines(lab.folder / "runs/stopped/metrics.jsonl")}
     if attempts != {0, 1}:
@@ -479,7 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from training.config import git_commit
+    from training.config.build import git_commit
 
     cuda = torch.cuda.is_available()
     chosen = [chain for chain in chains() if re.search(options.only, chain.name)]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.record import Record, read_run
+from training.report.record import Record, read_run
 
 if TYPE_CHECKING:
     from sweep import SweepFile

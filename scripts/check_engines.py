@@ -36,7 +36,7 @@ from models.engines import ENGINES, FEATURES, Feature
 from models.errors import UserError
 from models.first_weights import FirstWeights
 from models.hf import export_hf
-from training.config_load import expand_home, fail
+from training.config.load import expand_home, fail
 from training.data.tokenizer import train_tokenizer
 
 NEW_TOKENS = 32

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from training.record import Record
+    from training.report.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -288,7 +288,7 @@ def hub() -> Iterator[Check]:
 
 
 def bundled_text() -> Iterator[Check]:
-    from training.config import ConfigError, default_config_path, load_config
+    from training.config.build import ConfigError, default_config_path, load_config
 
     try:
         load_config()
@@ -323,7 +323,7 @@ def environment() -> Iterator[Check]:
 
 def run_checks(record: Record) -> Iterator[Check]:
     """How a run is doing."""
-    from training.record import findings
+    from training.report.record import findings
 
     found = findings(record)
     for finding in found:
@@ -355,8 +355,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     if options.run is not None:
         from models.errors import UserError
-        from training.config_load import user_path
-        from training.record import read_run
+        from training.config.load import user_path
+        from training.report.record import read_run
 
         try:
             record = read_run(user_path(options.run))

@@ -5,9 +5,9 @@
     python scripts/estimate.py configs/olmoe_1b_7b.yaml --gpus 8 --gpu-memory 141 model.save=x
 
 No weights are made and no GPU is needed. Activations come from a replay of one micro-batch through
-the real code (training/memory.py). Hours come from the rates of a step's parts on one H200, scaled
-to --gpu (training/speed.py), communication not counted; or, with --mfu, from a share of its peak.
-Exit code 0: it fits, 1: it does not, 2: a mistake in the config.
+the real code (training/estimate/memory.py). Hours come from the rates of a step's parts on one
+H200, scaled to --gpu (training/estimate/speed.py), communication not counted; or, with --mfu, from
+a share of its peak. Exit code 0: it fits, 1: it does not, 2: a mistake in the config.
 
     python scripts/estimate.py configs/tessera_1b_a200m.yaml --measure train.global_batch_size=16
 
@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
-from training.config_load import expand_home
+from training.config.build import Config, ConfigError, Plan, fail, load_config, make_plan
+from training.config.load import expand_home
 
 GIB = 2**30
 # Part of a GPU's memory that the allocator can be expected to use before fragmentation bites.
@@ -153,9 +153,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         fail(error)
 
-    from training.flops import counts_first, flops_per_token
-    from training.logging import human_count, human_time
-    from training.memory import DTYPES, process_memory
+    from training.estimate.flops import counts_first, flops_per_token
+    from training.estimate.memory import DTYPES, process_memory
+    from training.report.run_log import human_count, human_time
 
     counts = parameter_counts(config)
     total = sum(counts.values())
@@ -239,8 +239,8 @@ def step_time(
 ) -> tuple[float | None, str, str]:
     """Seconds of a step on the GPUs of the plan, what they rest on, and the largest parts."""
     from training.device import PEAK_FLOPS
-    from training.flops import counts_first, flops_per_token
-    from training.speed import basis, step_seconds
+    from training.estimate.flops import counts_first, flops_per_token
+    from training.estimate.speed import basis, step_seconds
 
     speed = options.gpus * dict(PEAK_FLOPS)[card]
     of = f"of {speed / options.gpus / 1e12:.0f} TFLOP/s"
@@ -266,8 +266,8 @@ def compare(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
     """Train a few steps here and put what they took beside the estimate; the exit code."""
     from scripts._measure_memory import measure
     from training.device import peak_flops
-    from training.flops import flops_per_token
-    from training.logging import human_count
+    from training.estimate.flops import flops_per_token
+    from training.report.run_log import human_count
 
     found = measure(config, plan, options.steps, options.breakdown)
     estimated = memory.total - memory.context
@@ -300,7 +300,7 @@ def compare(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
 
 def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> int:
     """Say whether it fits and, if not, what would; the exit code."""
-    from training.memory import process_memory
+    from training.estimate.memory import process_memory
 
     cuda = plan.device == "cuda"
     if options.gpu_memory is None:
@@ -350,7 +350,7 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
 
 def _more_processes(config: Config, plan: Plan, limit: float) -> str:
     """How many GPUs of one node would hold the states, if any number does."""
-    from training.memory import process_memory
+    from training.estimate.memory import process_memory
 
     for count in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         if count <= plan.world_size:

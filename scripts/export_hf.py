@@ -21,17 +21,17 @@ from models.config import ModelConfig
 from models.engines import notes
 from models.errors import UserError
 from models.hf import DTYPES, export_hf
-from training.checkpoint import resolve
-from training.config_load import expand_home, fail
-from training.data.tokenizer import read_tokenizer
-from training.faults import SCRIPT_ERRORS
-from training.weights import (
+from training.checkpoint.files import resolve
+from training.checkpoint.weights import (
     CheckpointTensors,
     is_hf_folder,
     load_model,
     refuse_inexact,
     tokenizer_folder,
 )
+from training.config.load import expand_home, fail
+from training.data.tokenizer import read_tokenizer
+from training.faults import SCRIPT_ERRORS
 
 GGUF_NOTE = (
     "for llama.cpp convert it with scripts/to_gguf.py: its own converter refuses new tokenizers"

@@ -21,10 +21,10 @@ import torch
 
 from models.errors import UserError
 from models.generate import Sampling, generate
-from training.config_load import expand_home, fail
+from training.checkpoint.weights import load_model, tokenizer_folder
+from training.config.load import expand_home, fail
 from training.data.tokenizer import TextTokenizer, read_tokenizer
 from training.faults import SCRIPT_ERRORS
-from training.weights import load_model, tokenizer_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

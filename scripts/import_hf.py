@@ -26,10 +26,10 @@ from models.config import ModelConfig, read_generation_config
 from models.errors import UserError
 from models.hf import load_hf, says_tied
 from models.transformer import Decoder
-from training.config_load import expand_home, fail
+from training.checkpoint.weights import save_weights, tokenizer_folder
+from training.config.load import expand_home, fail
 from training.data.tokenizer import read_tokenizer
 from training.faults import SCRIPT_ERRORS
-from training.weights import save_weights, tokenizer_folder
 
 # The rest of generation_config.json is how to sample, which a run of training does not keep.
 KEPT_GENERATION = {

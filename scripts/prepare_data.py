@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pydantic import ValidationError
 
-from training.config_load import expand_home, first_line, user_path
+from training.config.load import expand_home, first_line, user_path
 from training.data.config import DataConfig, DataError, SourceConfig
 from training.data.corpora import CORPORA, download_corpus
 from training.data.lock import try_lock

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.errors import UserError
-from training.config_load import fail, user_path
-from training.logging import human_count, human_time
-from training.plots import figures
-from training.record import Finding, Record, findings, read_run, unigram_entropy
+from training.config.load import fail, user_path
+from training.report.plots import figures
+from training.report.record import Finding, Record, findings, read_run, unigram_entropy
+from training.report.run_log import human_count, human_time
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,8 +4,8 @@
     python scripts/scaling.py configs/olmoe_1b_7b.yaml
     python scripts/scaling.py configs/qwen3_30b_a3b.yaml --tokens 8192 --between 25
 
-The model is training/cost.py, which also chooses `parallel.expert` where a config leaves it open.
-docs/scaling.md says which of the numbers were measured and what follows.
+The model is training/estimate/cost.py, which also chooses `parallel.expert` where a config leaves
+it open. docs/scaling.md says which of the numbers were measured and what follows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.config import ModelConfig
 from parallel.mesh import MeshPlan, plan_mesh
-from training.config import ConfigError, fail, load_config
-from training.config_load import expand_home
-from training.cost import Machine, parameters, step_cost
+from training.config.build import ConfigError, fail, load_config
+from training.config.load import expand_home
+from training.estimate.cost import Machine, parameters, step_cost
 
 
 def layouts(given: argparse.Namespace, model: ModelConfig) -> list[MeshPlan]:

@@ -46,9 +46,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from _sweep_report import RunValues, read_values, write_report
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from training.config import Config, load_config
-from training.config_load import ConfigError, expand_home, fail, read_yaml, user_path
-from training.logging import EVENTS, METRICS, human_time, read_lines
+from training.config.build import Config, load_config
+from training.config.load import ConfigError, expand_home, fail, read_yaml, user_path
+from training.report.run_log import EVENTS, METRICS, human_time, read_lines
 
 STOPPED = 75
 
@@ -76,7 +76,8 @@ class SweepFile(BaseModel):
     curve: str = "max_violation"
     """Metric whose course is plotted."""
     equal_flops: list[str] = Field(default_factory=list)
-    """Arms that train for as many steps as cost what the control costs (training/flops.py)."""
+    """Arms that train for as many steps as cost what the control costs, by
+    training/estimate/flops.py."""
 
     @model_validator(mode="after")
     def _names_are_arms(self) -> SweepFile:
@@ -157,7 +158,7 @@ def equal_steps(path: Path, sweep: SweepFile, words: Sequence[str]) -> dict[str,
     found: dict[str, int] = {}
     if not sweep.equal_flops:
         return found
-    from training.flops import run_flops
+    from training.estimate.flops import run_flops
 
     def config_of(arm: str) -> Config:
         every = [*sweep.settings, *sweep.arms[arm], *words]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.config import read_config_json
 from models.errors import UserError, brief
-from training.config_load import expand_home
+from training.config.load import expand_home
 
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
@@ -143,7 +143,7 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from training.config_load import fail
+    from training.config.load import fail
 
     options = parse(arguments)
     file = Path(options.file)

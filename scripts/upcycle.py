@@ -30,10 +30,10 @@ from models.hf import DTYPES, export_hf
 from models.transformer import Decoder
 from models.upcycle import load_dense, mean_loss, upcycle
 from moe.upcycle import add_noise, drop_columns
-from training.config_load import expand_home, fail, user_path
+from training.checkpoint.weights import tokenizer_folder
+from training.config.load import expand_home, fail, user_path
 from training.data.tokenizer import TextTokenizer, read_tokenizer
 from training.faults import SCRIPT_ERRORS
-from training.weights import tokenizer_folder
 
 TEXT = Path(__file__).resolve().parent.parent / "training/data/bundled/moby-dick/moby-dick.jsonl"
 TOLERANCE = 1e-6

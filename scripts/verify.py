@@ -34,13 +34,13 @@ from parallel.flat_shard import FlatShard, assemble, local_of, with_local
 from parallel.processes import RankError, run_processes
 from parallel.world import joined
 from training.assemble import make_trainee
-from training.config import Config, ConfigError, Plan, field_names, load_config, make_plan
-from training.config_checks import refuse_sharded
-from training.config_load import expand_home, first_line
+from training.config.build import Config, ConfigError, Plan, field_names, load_config, make_plan
+from training.config.checks import refuse_sharded
+from training.config.load import expand_home, first_line
 from training.data.batch import Batch, make_batch
 from training.data.order import Row
 from training.faults import USER_ERRORS
-from training.loop import agree_on_step, read_window, train_step
+from training.step import agree_on_step, read_window, train_step
 
 STEPS, LENGTH = 2, 32
 VOCABULARY = 251

@@ -237,7 +237,7 @@ def test_train_answers_help(capsys):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_config_loads(path):
-    from training.config import load_config, make_plan
+    from training.config.build import load_config, make_plan
 
     config = load_config(path)
     plan = make_plan(config, world_size=1, cuda=False)
@@ -260,7 +260,7 @@ TRAINING = re.compile(r"train\.py (configs/\w+\.yaml)((?: [\w.]+=\S+)*)")
 
 
 def test_training_commands_in_the_readme_are_valid():
-    from training.config import load_config
+    from training.config.build import load_config
 
     commands = TRAINING.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     assert ("configs/quickstart.yaml", " train.steps=50 run.name=try") in commands

@@ -27,7 +27,7 @@ from parallel import World
 from parallel.engine import AdamSettings, check_replicas
 from parallel.engines import make_engine
 from parallel.mesh import build_mesh
-from training.checkpoint import (
+from training.checkpoint.files import (
     Snapshot,
     load_tensors,
     read_rng,
@@ -35,28 +35,28 @@ from training.checkpoint import (
     stored_tensors,
     unreadable,
 )
-from training.config_load import ConfigError
+from training.checkpoint.weights import load_initial_shards, load_initial_weights, refuse_loss
+from training.config.expert_checks import importance, start_experts, uses_families
+from training.config.export_compat import last_acting_step
+from training.config.load import ConfigError
 from training.data.sources import store_tokenizers
 from training.device import restore_rng, rng_bytes, seed_all
-from training.exactness import last_acting_step
 from training.graph import StepGraph, own_stream
 from training.health import RoutingHealth
-from training.optim import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
-from training.schedule import top_k_schedule
+from training.optim.master import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
+from training.optim.schedule import top_k_schedule
 from training.sparsity import Sparsity, mask_schedule
-from training.surgery_settings import importance, start_experts, uses_families
-from training.weights import load_initial_shards, load_initial_weights, refuse_loss
-from training.worth import Worth, make_worth
+from training.surgery.importance import Worth, make_worth
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
     from models.transformer import Decoder
     from parallel.engine import Engine
     from parallel.flat_shard import FlatShard
-    from training.config_router import RouterConfig
-    from training.config_sections import Config
+    from training.config.plan import Plan
+    from training.config.router import RouterConfig
+    from training.config.sections import Config
     from training.data import TextTokenizer
-    from training.plan import Plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -377,7 +377,7 @@ def snapshot(
     Args:
         position: of the data after the step.
         folder: of the run, for its config and tokenizer.
-        inexact: what an exported folder would lack (`training.exactness.acting`).
+        inexact: what an exported folder would lack (`training.config.export_compat.acting`).
     """
     model, optimizer = trainee.model, trainee.optimizer
     shapes = optimizer.shapes() | {

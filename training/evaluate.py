@@ -18,7 +18,7 @@ from models.generate import Sampling, generate
 from moe.control import routers_of
 from parallel import World, broadcast_, sum_
 from training.device import untouched_rng
-from training.loop import perplexity
+from training.step import perplexity
 
 if TYPE_CHECKING:
     from models.transformer import Decoder

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from models.errors import UserError
 from parallel import ParallelError
-from parallel.transport import ExchangeError
-from training.checkpoint import CheckpointError
-from training.config_load import ConfigError
-from training.logging import DISK_FULL
+from parallel.exchange.transport import ExchangeError
+from training.checkpoint.files import CheckpointError
+from training.config.load import ConfigError
+from training.report.run_log import DISK_FULL
 
 DONE = 0
 FAILED = 1

@@ -93,7 +93,7 @@ class Alarms:
         steps, early, text.
 
         Args:
-            early: the run has only begun (`training.logging.early_until`).
+            early: the run has only begun (`training.report.run_log.early_until`).
         """
         faults: dict[str, list[tuple[int, int]]] = {
             "imbalance": _lasting(uneven_L, ALARM_STEPS),

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from parallel import World, from_main
-from training.checkpoint import candidates, newest, read_state
-from training.config_load import ConfigError
+from training.checkpoint.files import candidates, newest, read_state
+from training.config.load import ConfigError
 from training.data.lock import disk_errors
-from training.logging import EVENTS, METRICS, holds_run, read_lines
+from training.report.run_log import EVENTS, METRICS, holds_run, read_lines
 
 if TYPE_CHECKING:
-    from training.config_sections import Config
+    from training.config.sections import Config
 
 # Settings that must stay, and the exceptions below them. Which text it is, the data's own state
 # knows by content, so files may move.

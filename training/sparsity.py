@@ -22,12 +22,12 @@ from torch import Tensor
 
 from moe.layer import MoE
 from moe.sparse.dynamic import DynamicMask, MaskSchedule
-from training.exactness import mask_steps
+from training.config.export_compat import mask_steps
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
-    from training.config_sections import Config
-    from training.optim import MasterAdamW
+    from training.config.sections import Config
+    from training.optim.master import MasterAdamW
 
 
 def mask_schedule(config: Config, steps: int) -> MaskSchedule:

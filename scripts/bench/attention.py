@@ -40,7 +40,7 @@ from scripts.bench.harness import (
     relative_error,
 )
 from scripts.bench.train import text_batches, text_config, text_plan
-from training.config_load import expand_home
+from training.config.load import expand_home
 from training.data import load_tokenizer
 
 COLUMNS = (

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.config_load import user_path
+from training.config.load import user_path
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Run = Callable[[], object]

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe import MoE, MoEConfig
+from parallel.exchange.transport import Pending, Split, Transport
 from parallel.expert_parallel import (
     ExpertParallelOptions,
     ParallelExperts,
@@ -48,7 +49,6 @@ from parallel.expert_parallel import (
 )
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.processes import run_processes
-from parallel.transport import Pending, Split, Transport
 from parallel.world import joined
 from scripts import verify
 from scripts.bench.harness import (
@@ -66,10 +66,10 @@ from scripts.bench.harness import (
 )
 from scripts.bench.train import balance, one_step, text_batches, text_config, text_plan
 from training.assemble import make_trainee, model_config
-from training.config import Config, Plan
-from training.config_load import expand_home, user_path
+from training.config.build import Config, Plan
+from training.config.load import expand_home, user_path
 from training.data import Batch, load_tokenizer
-from training.loop import read_window
+from training.step import read_window
 
 MODES = {
     "whole, pull": {"schedule": "whole", "transport": "pull"},

@@ -57,12 +57,12 @@ from scripts.bench.harness import (
     step_seconds,
 )
 from training.assemble import Trainee, make_trainee, model_config
-from training.config import Config, ConfigError, Plan, fail, load_config, make_plan
-from training.config_load import expand_home
+from training.config.build import Config, ConfigError, Plan, fail, load_config, make_plan
+from training.config.load import expand_home
 from training.data import Batch, TextTokenizer, build_data, load_tokenizer
 from training.device import peak_flops
-from training.flops import flops_per_token
-from training.loop import StepResult, agree_on_step, train_step
+from training.estimate.flops import flops_per_token
+from training.step import StepResult, agree_on_step, train_step
 
 COLUMNS = "name:38s | tok/s:,.0f | step s:.4f | MFU:6.1% | memory GiB:.1f"
 TEXT = (

@@ -28,11 +28,11 @@ from parallel.engines import make_engine
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.training import test_loop as alone
-from training import checkpoint
-from training.checkpoint import CheckpointError, Saver, Snapshot, damage, load_tensors, newest
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import CheckpointError, Saver, Snapshot, damage, load_tensors, newest
 from training.evaluate import validate
-from training.loop import agree_on_step, read_window, train_step
-from training.optim import TERMS, MasterAdamW, StepGuard, parameter_groups
+from training.optim.master import TERMS, MasterAdamW, StepGuard, parameter_groups
+from training.step import agree_on_step, read_window, train_step
 
 CPU = torch.device("cpu")
 

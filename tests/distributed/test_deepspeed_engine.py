@@ -28,8 +28,8 @@ from parallel.mesh import build_mesh, plan_mesh
 from parallel.offload import Offload
 from tests.distributed import tiny
 from tests.distributed.launch import run
-from training.checkpoint import Saver, Snapshot, load_tensors, stored_tensors
-from training.optim import MasterAdamW
+from training.checkpoint.files import Saver, Snapshot, load_tensors, stored_tensors
+from training.optim.master import MasterAdamW
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"

@@ -28,7 +28,7 @@ from parallel.mesh import build_mesh, plan_mesh
 from parallel.offload import Offload
 from tests.distributed import tiny
 from tests.distributed.launch import run
-from training.optim import MasterAdamW
+from training.optim.master import MasterAdamW
 
 WORLD = 4
 # One process and several round differently; Adam's first steps are nearly signs, so a rounding

@@ -18,6 +18,7 @@ from moe import MoE, MoEConfig, RouterControl, Routing
 from moe.control import begin_step
 from moe.experts import experts
 from moe.rounding import RoundingConfig
+from parallel.exchange.transport import Collective
 from parallel.expert_parallel import (
     ExpertParallelMoE,
     ExpertParallelOptions,
@@ -25,7 +26,6 @@ from parallel.expert_parallel import (
     split_experts,
 )
 from parallel.mesh import Mesh, build_mesh, plan_mesh
-from parallel.transport import Collective
 from tests.distributed.launch import run
 
 WORLD = 4

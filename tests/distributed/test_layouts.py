@@ -16,7 +16,7 @@ import pytest
 
 from scripts import verify
 from tests.distributed.launch import run
-from training.config import load_config
+from training.config.build import load_config
 
 # processes → layouts: overrides, micro-batches of a process
 LAYOUTS = {

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from parallel import transport
-from parallel.transport import Collective, Pairwise, Split
+from parallel.exchange import transport
+from parallel.exchange.transport import Collective, Pairwise, Split
 from tests.distributed.launch import run
 from training.faults import failed_collective
 

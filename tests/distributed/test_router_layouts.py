@@ -22,8 +22,8 @@ from parallel import World
 from tests.distributed.launch import run
 from tests.training import test_loop as alone
 from tests.training.tiny import MODEL
-from training.loop import TERMS, agree_on_step, train_step
-from training.optim import Outcome
+from training.optim.master import Outcome
+from training.step import TERMS, agree_on_step, train_step
 
 ROWS = 16
 GLM = {"family": "glm4_moe", "first_k_dense_replace": 0}

@@ -19,9 +19,9 @@ from parallel.flat_shard import FlatShard, ShardSavePlanner
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.distributed.launch import run
-from training.checkpoint import Saver, Snapshot, load_tensors
-from training.optim import MasterAdamW
-from training.weights import load_initial_shards, save_weights
+from training.checkpoint.files import Saver, Snapshot, load_tensors
+from training.checkpoint.weights import load_initial_shards, save_weights
+from training.optim.master import MasterAdamW
 
 CONFIG = tiny.config(num_experts=4, n_group=1, topk_group=1, num_hidden_layers=2)
 LAYOUTS = {

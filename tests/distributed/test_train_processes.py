@@ -19,10 +19,10 @@ from moe import RouterControl
 from moe.control import routers_of
 from tests.processes import Group, start_training
 from tests.training.tiny import MODEL, write_inputs
-from training.checkpoint import read_state, read_weights
+from training.checkpoint.files import read_state, read_weights
+from training.checkpoint.weights import save_weights
 from training.data.tokenizer import read_tokenizer
-from training.logging import read_lines, read_metrics
-from training.weights import save_weights
+from training.report.run_log import read_lines, read_metrics
 
 STEPS = 24
 ENGINES = ["fsdp2"] + ["deepspeed"] * (importlib.util.find_spec("deepspeed") is not None)

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import pull
-from parallel.all_to_all import issue, wait
-from parallel.pull import Pull
-from parallel.transport import Collective, Pairwise, Split
+from parallel.exchange import pull
+from parallel.exchange.all_to_all import issue, wait
+from parallel.exchange.pull import Pull
+from parallel.exchange.transport import Collective, Pairwise, Split
 from tests.distributed.launch import RankError, run
 
 N = 4

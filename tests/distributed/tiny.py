@@ -22,8 +22,8 @@ from moe.surgery import Change
 from parallel.engine import AdamSettings
 from parallel.flat_shard import FlatShard, local_of
 from tests.models.tiny import next_tokens, randomise_buffers_and_norms, tiny_config, tokens
-from training.optim import MasterAdamW, StepGuard, parameter_groups
-from training.surgery import make_changes
+from training.optim.master import MasterAdamW, StepGuard, parameter_groups
+from training.surgery.changes import make_changes
 
 ROWS, LENGTH = 8, 16
 LENGTHS = (16, 3, 9, 16, 1, 0, 12, 7)

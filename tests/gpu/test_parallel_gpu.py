@@ -18,7 +18,7 @@ from parallel.expert_parallel import ExpertParallelOptions, expert_parallel
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.processes import run_processes
 from scripts import verify
-from training.config import load_config
+from training.config.build import load_config
 
 pytestmark = [
     pytest.mark.gpu,

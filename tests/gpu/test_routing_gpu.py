@@ -17,8 +17,8 @@ from parallel import World
 from tests.gpu.test_training import CUDA, WIDE
 from tests.training.test_loop import batch_of, router, rows
 from training.health import RoutingHealth
-from training.loop import agree_on_step, read_window, train_step
-from training.optim import MasterAdamW, parameter_groups
+from training.optim.master import MasterAdamW, parameter_groups
+from training.step import agree_on_step, read_window, train_step
 
 pytestmark = pytest.mark.gpu
 ROUNDING = RoundingConfig(tile=16, min_mean_tiles=0.1, dropped_grad="default")

@@ -21,12 +21,12 @@ from tests.gpu.test_training import CUDA, WIDE
 from tests.training.test_loop import batch_of, router, rows
 from tests.training.test_surgery_runs import CHANGED, EVENTS, GLM, losses, of_run
 from tests.training.tiny import write_inputs
-from training import surgery
 from training.data.batch import make_batch
-from training.loop import agree_on_step, train_step
-from training.optim import MasterAdamW, parameter_groups
-from training.surgery import make_changes
-from training.worth import Worth, down_projections
+from training.optim.master import MasterAdamW, parameter_groups
+from training.step import agree_on_step, train_step
+from training.surgery import changes as surgery
+from training.surgery.changes import make_changes
+from training.surgery.importance import Worth, down_projections
 
 pytestmark = pytest.mark.gpu
 QUANTILE = {

@@ -20,13 +20,13 @@ from parallel import World
 from tests.training.test_loop import batch_of, router, rows
 from tests.training.test_train import before_step, by_step, events
 from tests.training.tiny import MODEL, write_inputs
-from training.adamw import Rates, adamw, rates_numbers
-from training.checkpoint import Saver, Snapshot, load_tensors
-from training.gradients import collect, norm
+from training.checkpoint.files import Saver, Snapshot, load_tensors
 from training.graph import StepGraph, own_stream
-from training.logging import read_metrics
-from training.loop import agree_on_step, train_step
-from training.optim import MasterAdamW, Outcome, States, parameter_groups
+from training.optim.adamw import Rates, adamw, rates_numbers
+from training.optim.gradients import collect, norm
+from training.optim.master import MasterAdamW, Outcome, States, parameter_groups
+from training.report.run_log import read_metrics
+from training.step import agree_on_step, train_step
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from models.build import build_model
 from models.hf import export_hf, load_hf
 from moe.layer import MoE, MoEConfig
 from tests.models.tiny import CASES, COMMON
-from training.flops import flops_per_token, matmul_weights, mean_widths, width_metrics
+from training.estimate.flops import flops_per_token, matmul_weights, mean_widths, width_metrics
 
 WIDTHS = [4, 8, 12, 20, 16, 2, 1, 20]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel.all_to_all import Copies, Float8, Plain, WithIds, collect, spread
+from parallel.exchange.all_to_all import Copies, Float8, Plain, WithIds, collect, spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

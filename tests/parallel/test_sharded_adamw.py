@@ -3,7 +3,7 @@
 import torch
 
 from parallel.engine import AdamSettings, Place, ShardedAdamW
-from training.optim import Group
+from training.optim.master import Group
 
 
 def parts():

@@ -8,17 +8,17 @@ import pytest
 import torch
 import yaml
 
-import training.memory
+import training.estimate.memory
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from models.documents import Documents
 from models.execution import compile_blocks
-from training.config import load_config, make_plan
+from training.config.build import load_config, make_plan
 from training.device import PEAK_FLOPS
-from training.memory import activation_bytes, process_memory
-from training.optim import MasterAdamW, States, parameter_groups
-from training.replay import Allocations, replay
-from training.speed import BANDWIDTH, step_seconds
+from training.estimate.memory import activation_bytes, process_memory
+from training.estimate.replay import Allocations, replay
+from training.estimate.speed import BANDWIDTH, step_seconds
+from training.optim.master import MasterAdamW, States, parameter_groups
 
 SMALL = ModelConfig(
     family="qwen3_moe",
@@ -74,7 +74,7 @@ def write(tmp_path, **train):
     [("float32", []), ("bfloat16", []), ("bfloat16", ["weights"]), ("bfloat16", ["moments"])],
 )
 def test_states_are_the_optimizers_buffers(tmp_path, dtype, narrow, monkeypatch):
-    monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
     rows = 8 if "moments" in narrow else 4  # one micro-batch in a step, or two
     words = [f"train.dtype={dtype}", *(f"optim.{kind}=bfloat16" for kind in narrow)]
     words.append(f"train.micro_batch_size={rows}")
@@ -100,7 +100,7 @@ def test_states_are_the_optimizers_buffers(tmp_path, dtype, narrow, monkeypatch)
 
 def test_states_of_several_processes_are_those_of_the_engine(tmp_path, monkeypatch):
     """4 nodes of 2, experts over 4: an eighth of the experts, half of the rest, routers whole."""
-    monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
     config = load_config(write(tmp_path), ["train.micro_batch_size=1", "train.dtype=bfloat16"])
     memory = process_memory(config, make_plan(config, 8, cuda=False, hosts=4))
     kinds = parameter_kinds(model := build_model(SMALL, device="meta"))
@@ -140,7 +140,7 @@ def test_rows_of_other_ranks_count_where_all_are_sent(tmp_path):
 @pytest.mark.parametrize("name", ["olmoe_1b_7b", "mixtral_8x7b", "qwen3_30b_a3b"])
 def test_rows_of_other_ranks_are_as_wide_as_the_experts_of_each_family(name, monkeypatch):
     """olmoe and mixtral have no `moe_intermediate_size`."""
-    monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     words = ["parallel.schedule=whole", "train.dtype=float32", "parallel.expert=4"]
     config = load_config(f"configs/{name}.yaml", words)
@@ -352,7 +352,7 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
         share = 1 if config.train.checkpointing == "none" else 0.2
         return int(config.train.micro_batch_size * share * 100 * 2**20)
 
-    monkeypatch.setattr(training.memory, "activation_bytes", rows)
+    monkeypatch.setattr(training.estimate.memory, "activation_bytes", rows)
     path = str(write(tmp_path))
     assert estimate.main([path, "--gpu-memory", "8", "--gpus", "2"]) == 0
     text = capsys.readouterr().out
@@ -400,7 +400,7 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
     ],
 )
 def test_mistakes_end_with_code_2(tmp_path, estimate, capsys, monkeypatch, words, message):
-    monkeypatch.setattr(training.memory, "activation_bytes", lambda config, plan: 0)
+    monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
     with pytest.raises(SystemExit) as caught:
         estimate.main([str(write(tmp_path)), *words])
     assert caught.value.code == 2

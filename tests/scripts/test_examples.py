@@ -9,7 +9,7 @@ import yaml
 
 import train
 from tests.training.tiny import write_inputs
-from training.weights import load_model
+from training.checkpoint.weights import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

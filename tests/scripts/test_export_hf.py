@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.hf import load_hf
-from training.checkpoint import read_weights, resolve
-from training.weights import CheckpointTensors, load_model
+from training.checkpoint.files import read_weights, resolve
+from training.checkpoint.weights import CheckpointTensors, load_model
 
 
 def test_run_is_exported_and_checked(script, trained, tmp_path, capsys) -> None:

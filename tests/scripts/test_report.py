@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.training.test_record import NOW, after, make_run
-from training.record import read_run
+from training.report.record import read_run
 
 
 class Page(html.parser.HTMLParser):

@@ -5,7 +5,7 @@ import pytest
 from models.config import ModelConfig
 from parallel.mesh import plan_mesh
 from scripts import scaling
-from training import cost
+from training.estimate import cost
 
 MODEL = ModelConfig(
     family="olmoe", vocab_size=100, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,

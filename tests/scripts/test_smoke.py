@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from training import device
-from training.config import load_config, make_plan
+from training.config.build import load_config, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,9 +11,9 @@ import yaml
 
 from tests.training.test_record import make_run
 from tests.training.tiny import write_inputs
-from training.config_load import ConfigError
-from training.flops import run_flops
-from training.record import read_run
+from training.config.load import ConfigError
+from training.estimate.flops import run_flops
+from training.report.record import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -52,7 +52,7 @@ def test_c12_doctor_shows_faults(monkeypatch, script, tmp_path, capsys) -> None:
     def fault(*_):
         raise ValueError("of a library")
 
-    monkeypatch.setattr("training.record.read_run", fault)
+    monkeypatch.setattr("training.report.record.read_run", fault)
     with pytest.raises(ValueError, match="of a library"):
         module.main([str(tmp_path)])
     monkeypatch.undo()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from models.config import ModelConfig
-from parallel.all_to_all import Float8
+from parallel.exchange.all_to_all import Float8
 from parallel.flat_shard import FlatShard
 from scripts import verify
 from tests.models.tiny import CASES, tiny_config
-from training.config import ConfigError, load_config
+from training.config.build import ConfigError, load_config
 
 
 def test_a_layout_is_equal_to_one_process(capsys):

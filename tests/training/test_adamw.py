@@ -10,7 +10,7 @@ import torch
 
 from moe.kernels._triton import INTERPRET
 from tests.moe.kernels.compile_sm90 import compile_only, needs_tools, report, rows_of
-from training.adamw import (
+from training.optim.adamw import (
     Rates,
     adamw,
     adamw_ref,
@@ -176,7 +176,7 @@ def test_wrong_buffers_are_refused():
 def _compile() -> None:
     import contextlib
 
-    import training.adamw as module
+    import training.optim.adamw as module
 
     module.on_device = lambda tensor: contextlib.nullcontext()
     compile_only(lambda name, kernel: print(json.dumps(report(kernel)), flush=True))

@@ -11,9 +11,9 @@ from moe import RouterControl
 from moe.control import routers_of
 from tests.training.tiny import write_inputs
 from training.assemble import make_trainee, model_config
-from training.config import load_config, make_plan
+from training.checkpoint.weights import save_weights
+from training.config.build import load_config, make_plan
 from training.data import load_tokenizer
-from training.weights import save_weights
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])

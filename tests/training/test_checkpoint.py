@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from parallel import World
-from training import checkpoint
-from training.checkpoint import (
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import (
     MANIFEST,
     CheckpointError,
     NonFiniteWeights,

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from training.config import (
+from training.config.build import (
     Config,
     ConfigError,
     default_config_path,
@@ -523,7 +523,7 @@ def test_init_from_gives_the_architecture_alone(tmp_path):
 
 
 def test_every_field_tells_what_it_means():
-    from training.config_load import models_in
+    from training.config.load import models_in
 
     def walk(model, place):
         for key, field in model.model_fields.items():
@@ -549,7 +549,7 @@ def test_the_quickstart_is_the_default():
 def test_mistakes_end_a_program_with_code_2_in_one_line(file):
     code = (
         "import sys\n"
-        "from training.config import ConfigError, fail, load_config\n"
+        "from training.config.build import ConfigError, fail, load_config\n"
         "try: load_config(sys.argv[1], sys.argv[2:])\n"
         "except ConfigError as error:\n"
         "    fail(error)\n"

@@ -18,13 +18,13 @@ import training.data.sources
 from models.config import ModelConfig
 from moe.metrics import RouterStats
 from parallel import World
-from training import status
-from training.config import Config, ConfigError, field_names, load_config, make_plan
+from training.config.build import Config, ConfigError, field_names, load_config, make_plan
 from training.data.config import DataError
-from training.loop import Window, relative_work, router_losses
-from training.optim import group_table
-from training.schedule import learning_rate
-from training.surgery import change_experts
+from training.optim.master import group_table
+from training.optim.schedule import learning_rate
+from training.report import status
+from training.step import Window, relative_work, router_losses
+from training.surgery.changes import change_experts
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from training.config_load import (
+from training.config.load import (
     ConfigError,
     apply_overrides,
     nearest,

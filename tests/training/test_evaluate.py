@@ -13,11 +13,11 @@ from models.config import ModelConfig
 from parallel import World
 from tests.training.test_loop import batch_of, build, rows
 from tests.training.tiny import MODEL
-from training.config import load_config
+from training.config.build import load_config
 from training.device import max_memory_gib, peak_flops
+from training.estimate.flops import flops_per_token, matmul_weights, run_flops
 from training.evaluate import sample_text, validate
-from training.flops import flops_per_token, matmul_weights, run_flops
-from training.status import due
+from training.report.status import due
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import pytest
 import train
 from scripts import export_hf as script
 from training import assemble, probe
-from training.config import ConfigError, load_config
-from training.exactness import acting
-from training.weights import load_model
+from training.checkpoint.weights import load_model
+from training.config.build import ConfigError, load_config
+from training.config.export_compat import acting
 
 GLM = ["model.family=glm4_moe", "model.first_k_dense_replace=0"]
 

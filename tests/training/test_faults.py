@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from training import faults
-from training.config_load import ConfigError
+from training.config.load import ConfigError
 from training.faults import StopRequest, out_of_memory_message, tell
 
 

@@ -9,8 +9,8 @@ from parallel import World
 from tests.training import test_loop
 from tests.training.test_loop import CPU, batch_of, rows
 from tests.training.tiny import MODEL
-from training.loop import agree_on_step, train_step
-from training.optim import MasterAdamW, parameter_groups
+from training.optim.master import MasterAdamW, parameter_groups
+from training.step import agree_on_step, train_step
 
 
 def run(freeze_at, steps=5):

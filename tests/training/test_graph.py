@@ -9,7 +9,7 @@ from models.documents import Documents
 from moe.control import routers_of
 from tests.training.test_loop import batch_of, rows
 from training import graph as module
-from training.config import ConfigError, load_config, make_plan
+from training.config.build import ConfigError, load_config, make_plan
 from training.graph import StepGraph, computation, pad_documents, places
 
 

@@ -12,8 +12,8 @@ from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import plan_mesh
 from parallel.offload import Offload
 from scripts import verify
-from training import cost
-from training.config import ConfigError, load_config, make_plan
+from training.config.build import ConfigError, load_config, make_plan
+from training.estimate import cost
 
 
 def plan(path, *words: str, world: int = 4, hosts: int = 1):
@@ -76,7 +76,10 @@ def test_every_setting_arrives(tiny_config):
         ("parallel.engine=fsdp2 parallel.adam=deepspeed", "parallel.adam=deepspeed needs"),
         ("parallel.chunks=3", "parallel.chunks=3 has no effect while the experts are not split"),
         ("parallel.deduplicate=false", "parallel.deduplicate=False has no effect"),
-        ("parallel.nodes=4 parallel.transport=pull", "parallel.transport=pull needs CUDA devices"),
+        (
+            "parallel.nodes=4 parallel.transport=pull",
+            "parallel.transport=pull needs CUDA devices",
+        ),
         ("parallel.nodes=4 parallel.schedule=pairwise parallel.chunks=2", "parallel.chunks=2 has"),
         ("parallel.nodes=4 parallel.schedule=whole parallel.deduplicate=false", "no effect with"),
         (

@@ -10,7 +10,7 @@ import types
 import pytest
 from rich.console import Console
 
-from training.logging import (
+from training.report.run_log import (
     DISK_FULL,
     RunLog,
     WandbThread,

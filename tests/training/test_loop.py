@@ -20,7 +20,8 @@ from moe.balance import balance_loss, z_loss
 from parallel import World
 from tests.training.tiny import MODEL
 from training.data.batch import Batch, make_batch
-from training.loop import (
+from training.optim.master import MasterAdamW, parameter_groups
+from training.step import (
     LastCounts,
     Pace,
     StepTotals,
@@ -29,7 +30,6 @@ from training.loop import (
     read_window,
     train_step,
 )
-from training.optim import MasterAdamW, parameter_groups
 
 CPU = torch.device("cpu")
 ROWS, LENGTH = 8, 12
@@ -118,7 +118,7 @@ def test_loss_is_the_mean_over_targets_not_the_mean_of_means():
             value = 4.0 if (labels_BL != -100).sum() == 1 else 0.0
             return types.SimpleNamespace(loss_sum=(self.weight * value).sum(), router=None)
 
-    from training.optim import Group
+    from training.optim.master import Group
 
     model = Fixed()
     optimizer = MasterAdamW([Group("decayed", {"weight": model.weight}, 1.0, 0.0)])
@@ -353,7 +353,7 @@ def _nan_after(forward):
 
 def test_pace_leaves_out_pauses_and_the_first_lap(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("training.loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("training.step.time.perf_counter", lambda: clock[0])
     pace = Pace(started=0.0)
 
     def work(seconds: float) -> None:

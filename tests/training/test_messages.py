@@ -16,12 +16,12 @@ import pytest
 
 import train
 from tests.training.tiny import documents
-from training.config import ConfigError, field_names, load_config
-from training.config_load import expand_home, read_words
-from training.config_routers import in_config_words, place_of
-from training.plots import figures
-from training.record import read_run
-from training.schedule import learning_rate, warmup_steps
+from training.config.build import ConfigError, field_names, load_config
+from training.config.load import expand_home, read_words
+from training.config.validate import in_config_words, place_of
+from training.optim.schedule import learning_rate, warmup_steps
+from training.report.plots import figures
+from training.report.record import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).resolve().parents[2]

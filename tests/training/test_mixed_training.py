@@ -15,10 +15,10 @@ from tests.moe.test_metrics import stats_of
 from tests.training.test_loop import CPU, batch_of, router, rows
 from tests.training.tiny import MODEL
 from training.assemble import router_control
-from training.config import ConfigError, load_config, make_plan
-from training.flops import width_metrics
-from training.loop import agree_on_step, relative_work, router_losses, train_step
-from training.optim import MasterAdamW, parameter_groups
+from training.config.build import ConfigError, load_config, make_plan
+from training.estimate.flops import width_metrics
+from training.optim.master import MasterAdamW, parameter_groups
+from training.step import agree_on_step, relative_work, router_losses, train_step
 
 WIDTHS = [2, 4, 8, 8]
 WORDS = ["model.moe_expert_widths=[2,4,8,8]", "router.balance_load=flops"]

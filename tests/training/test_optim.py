@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.optim import (
+from training.optim.master import (
     DECAYED,
     Group,
     MasterAdamW,

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tests.training.test_config import MODEL, one_line
-from training.config import ConfigError, load_config, make_plan
+from training.config.build import ConfigError, load_config, make_plan
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from models.config import ModelConfig
 from models.first_weights import FirstWeights
 from models.hf import export_hf
 from tests.training.tiny import MODEL
-from training.logging import LOAD, read_metrics
-from training.weights import load_model
+from training.checkpoint.weights import load_model
+from training.report.run_log import LOAD, read_metrics
 
 LAYER, EXPERT, E = 1, 2, 8
 STEPS = 24

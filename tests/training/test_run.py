@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from training.config_load import ConfigError
-from training.logging import RunLog
+from training.config.load import ConfigError
+from training.report.run_log import RunLog
 from training.run import _next_attempt, differences, total_steps
 
 OLD = {

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from training.schedule import SCHEDULES, lr_factor
+from training.optim.schedule import SCHEDULES, lr_factor
 
 
 def course(kind: str, steps: int, **settings) -> list[float]:

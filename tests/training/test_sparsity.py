@@ -16,15 +16,15 @@ from moe.sparse.dynamic import MaskSchedule
 from parallel import World
 from tests.training.test_loop import CPU, batch_of, router, rows
 from tests.training.tiny import MODEL
-from training.checkpoint import stored_tensors
-from training.config import ConfigError, load_config, make_plan
-from training.config_routers import check_routers
-from training.exactness import acting
-from training.logging import read_lines
-from training.loop import agree_on_step, train_step
-from training.optim import MasterAdamW, parameter_groups
+from training.checkpoint.files import stored_tensors
+from training.checkpoint.weights import load_model
+from training.config.build import ConfigError, load_config, make_plan
+from training.config.export_compat import acting
+from training.config.validate import check_routers
+from training.optim.master import MasterAdamW, parameter_groups
+from training.report.run_log import read_lines
 from training.sparsity import Sparsity
-from training.weights import load_model
+from training.step import agree_on_step, train_step
 
 W1 = "layers.0.moe.w1"
 SOFT = ["train.sparse_density=0.25", "train.sparse_every=2", "train.sparse_until=6"]

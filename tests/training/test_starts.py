@@ -10,7 +10,7 @@ import pytest
 import train
 from tests.training.tiny import documents
 from training.data.tokenizer import read_tokenizer, train_tokenizer
-from training.record import read_run
+from training.report.record import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

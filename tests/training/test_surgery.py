@@ -11,12 +11,12 @@ from models.first_weights import FirstWeights
 from models.hf import export_hf
 from moe.surgery import Change
 from tests.training.tiny import MODEL
-from training.config_surgery import SurgeryConfig, SurgeryEvent
+from training.config.experts import SurgeryConfig, SurgeryEvent
 from training.health import RoutingHealth
-from training.optim import MasterAdamW, parameter_groups
-from training.surgery import make_changes
-from training.surgery_policy import Seen, choose_revivals, decide, level, scheduled
-from training.worth import make_worth
+from training.optim.master import MasterAdamW, parameter_groups
+from training.surgery.changes import make_changes
+from training.surgery.importance import make_worth
+from training.surgery.policy import Seen, choose_revivals, decide, level, scheduled
 
 E = 8
 NOISE = 0.01

@@ -12,8 +12,8 @@ import train
 from models.config import ModelConfig
 from models.hf import export_hf
 from models.hf_check import check_export
-from training.checkpoint import read_weights
-from training.weights import CheckpointTensors, load_model
+from training.checkpoint.files import read_weights
+from training.checkpoint.weights import CheckpointTensors, load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

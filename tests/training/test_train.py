@@ -21,10 +21,12 @@ import torch
 import train
 from models.transformer import Decoder
 from tests.training.conftest import STEPS
-from training import health, logging, status
-from training.checkpoint import MANIFEST, damage, read_state, read_weights
-from training.logging import read_lines, read_metrics
-from training.schedule import learning_rate
+from training import health
+from training.checkpoint.files import MANIFEST, damage, read_state, read_weights
+from training.optim.schedule import learning_rate
+from training.report import run_log as logging
+from training.report import status
+from training.report.run_log import read_lines, read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -152,7 +154,7 @@ def test_plots_are_drawn_and_cannot_fail_the_run(run, tmp_path, monkeypatch, cap
     assert (tmp_path / "runs/drawn/plots/loss.png").read_bytes()[1:4] == b"PNG"
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "training.plots", None)
+    monkeypatch.setitem(sys.modules, "training.report.plots", None)
     assert run("run.name=undrawn", *arguments) == 0
     assert "no plots" in capsys.readouterr().out
 
@@ -285,7 +287,7 @@ def test_a_calibrated_start_changes_the_bias_and_not_the_data(run, tmp_path, mon
 
 
 def test_learning_rates_are_a_function_of_the_step_also_after_stops(run, tmp_path, monkeypatch):
-    from training.config import load_config
+    from training.config.build import load_config
 
     settings = ("optim.schedule=cosine", "optim.warmup_steps=6")
     for stop_at in range(1, STEPS, 2):
@@ -396,7 +398,7 @@ def test_a_skipped_step_leaves_weights_and_moments_alone(run, tmp_path, monkeypa
     break_loss(monkeypatch, {6}, float("inf"))
     settings = ("checkpoint.every_steps=1", "checkpoint.keep_last=null", "train.steps=7")
     assert run("run.name=inf", *settings) == 0
-    from training.checkpoint import load_tensors, stored_tensors
+    from training.checkpoint.files import load_tensors, stored_tensors
 
     root = tmp_path / "runs/inf/checkpoints"
     states = []
@@ -492,9 +494,9 @@ def test_out_of_memory_says_how_routing_is_spread(run, monkeypatch, capsys):
 
 
 def test_a_failed_save_is_told_and_the_run_goes_on(run, tmp_path, monkeypatch, capsys):
-    import training.checkpoint
+    import training.checkpoint.files
 
-    save = training.checkpoint.dcp.save
+    save = training.checkpoint.files.dcp.save
     calls = [0]
 
     def full_once(*arguments, **keywords):
@@ -503,7 +505,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(run, tmp_path, monkeypatch, c
             raise OSError(28, "No space left on device")
         save(*arguments, **keywords)
 
-    monkeypatch.setattr(training.checkpoint.dcp, "save", full_once)
+    monkeypatch.setattr(training.checkpoint.files.dcp, "save", full_once)
     assert run("run.name=full") == 0
     folder = tmp_path / "runs/full"
     (event,) = events(folder, "checkpoint_failed")
@@ -553,7 +555,7 @@ def test_wandb_cannot_hang_or_fail_the_run(run, tmp_path, monkeypatch, capsys, f
         raise SystemExit(3) if fault == "exits" else RuntimeError("no network")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    monkeypatch.setattr("training.logging.WandbThread.FINISH_S", 0.2)
+    monkeypatch.setattr("training.report.run_log.WandbThread.FINISH_S", 0.2)
     assert run("run.name=w", "log.wandb=online", "train.steps=4") == 0
     said = capsys.readouterr().out
     assert "Weights & Biases" in said and "metrics.jsonl has everything" in said

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train
 from scripts import export_hf
-from training.checkpoint import CheckpointError, read_weights, stored_tensors, unreadable
-from training.checkpoint_metadata import read_metadata
-from training.config import ConfigError, load_config
+from training.checkpoint.files import CheckpointError, read_weights, stored_tensors, unreadable
+from training.checkpoint.metadata import read_metadata
+from training.config.build import ConfigError, load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -13,9 +13,9 @@ import train
 from models.hf import export_hf
 from models.transformer import Decoder
 from tests.training.test_train import before_step, break_loss, by_step, events
-from training.checkpoint import read_state
+from training.checkpoint.files import read_state
+from training.checkpoint.weights import load_model
 from training.data.tokenizer import read_tokenizer
-from training.weights import load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

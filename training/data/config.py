@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from models.config import Strict
 from models.errors import UserError
-from training.config_load import PathText
+from training.config.load import PathText
 
 BUNDLED = "bundled:"
 """Prefix of the texts and tokenizers that ship with the package: `bundled:moby-dick`."""

@@ -9,8 +9,8 @@ import torch
 
 from moe import MoE, MoEConfig
 from scripts.bench import train as bench
-from training.config import load_config
-from training.flops import flops_per_token
+from training.config.build import load_config
+from training.estimate.flops import flops_per_token
 
 SMALL = [
     "model.hidden_size=32", "model.num_hidden_layers=2", "data.seq_len=64",

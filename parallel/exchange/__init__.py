@@ -1,0 +1,1 @@
+"""How tokens travel to the experts of other processes, and back."""

@@ -1,0 +1,258 @@
+"""Loading the config of a run, checking it, and planning it for a number of processes.
+
+    config = load_config("configs/quickstart.yaml", ["train.steps=50", "run.name=try"])
+    plan = make_plan(config, world_size=4)
+
+A file holds only what differs from the defaults. Every mistake that can be seen without a model
+(an unknown key, a wrong type, an impossible or a useless combination) is a ConfigError of one line.
+The fields are in `training.config.sections`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from models.config import ModelConfig
+from training.config.checks import (
+    check_combinations,
+    check_graph,
+    check_rounding,
+    check_states,
+    drop_idle,
+    refuse_sharded,
+    refuse_useless,
+    router_defaults,
+)
+from training.config.expert_checks import clone_default
+from training.config.layout import plan_layout
+from training.config.load import (
+    ConfigError,
+    apply_overrides,
+    fail,
+    first_line,
+    kind,
+    models_in,
+    read_yaml,
+    split_override,
+)
+from training.config.plan import Plan
+from training.config.sections import Config, ModelSection
+from training.config.validate import check_routers
+from training.data.lock import atomic_file
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Plan",
+    "default_config_path",
+    "fail",
+    "field_names",
+    "load_config",
+    "make_plan",
+    "write_resolved",
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def field_names() -> dict[str, list[str]]:
+    """Every place of a config file ("" is the top level) → the keys that are valid there."""
+    names: dict[str, list[str]] = {"": list(Config.model_fields)}
+
+    def walk(place: str, model: type[BaseModel]) -> None:
+        keys = names.setdefault(place, [])
+        for key, field in model.model_fields.items():
+            if model is ModelSection and key == "config":
+                walk(place, ModelConfig)
+                continue
+            keys.append(key)
+            for inner in models_in(field.annotation):
+                walk(f"{place}.{key}", inner)
+
+    for key, field in Config.model_fields.items():
+        for section in models_in(field.annotation):
+            walk(key, section)
+    return names
+
+
+def default_config_path() -> Path:
+    """configs/quickstart.yaml of this repository, or its copy in an installed package."""
+    for base in (ROOT, Path(sys.prefix) / "share" / "tessera"):
+        path = base / "configs" / "quickstart.yaml"
+        if path.is_file():
+            return path
+    raise ConfigError("configs/quickstart.yaml is missing from this installation")
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The config in a YAML file (default: the quickstart's) with `section.key=value` overrides.
+
+    Raises:
+        ConfigError: any mistake, in one line: key, value, what is allowed, nearest valid name.
+    """
+    path = Path(path) if path is not None else default_config_path()
+    values = apply_overrides(read_yaml(path), overrides, field_names())
+    drop_idle(values, [place for place, _ in map(split_override, overrides)])
+    # A section whose keys are all commented out reads as empty, not as a mapping.
+    values = {key: {} if value is None else value for key, value in values.items()}
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and run.get("name") is None:
+        run["name"] = re.sub(r"[^A-Za-z0-9_.+-]", "_", path.stem).lstrip(".+-") or "run"
+    return build_config(values)
+
+
+def build_config(values: dict[str, Any]) -> Config:
+    """The config of plain nested values.
+
+    Raises:
+        ConfigError: any mistake, in one line.
+    """
+    for section in ("model", "data", "train"):
+        values.setdefault(section, {})
+    wrong = next((key for key in values if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise ConfigError(f"section name {wrong!r} is {kind(wrong)}, not text")
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(first_line(error, field_names())) from None
+    config = config.model_copy(
+        update={"router": config.router.model_copy(update=router_defaults(config))}
+    )
+    if config.surgery.clone is None:
+        clone = {"clone": clone_default(config)}
+        config = config.model_copy(update={"surgery": config.surgery.model_copy(update=clone)})
+    try:
+        refuse_useless(config)
+        check_combinations(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
+
+
+def versions() -> dict[str, str]:
+    """What this run is made with: Python, the packages that matter, and the git commit."""
+    found = {"python": platform.python_version()}
+    for package in ("tessera-moe", "torch", "triton", "transformers", "numpy", "liger-kernel"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["git"] = git_commit()
+    return found
+
+
+def git_commit() -> str:
+    """Commit of the repository this file is in, with "+changes" if files differ.
+
+    TESSERA_COMMIT says it for a copy whose own repository does not know. "none" if nothing does.
+    """
+    if given := os.environ.get("TESSERA_COMMIT"):
+        return given
+    git = ["git", "-C", str(ROOT)]
+    options = {"capture_output": True, "text": True, "timeout": 20}
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **options, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], **options, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    return commit + ("+changes" if changed.stdout.strip() else "")
+
+
+def write_resolved(config: Config, path: str | Path) -> None:
+    """Write a config with every field spelled out; versions and commit stand in comments above, so
+    the file loads again as it is."""
+    head = ["# Every setting of this run; it loads again as it is.", f"# command: {_command()}"]
+    head += [f"# {name}: {version}" for name, version in versions().items()]
+    body = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True, width=100)
+    with atomic_file(Path(path), "run.dir") as temporary:
+        temporary.write_text("\n".join(head) + "\n\n" + body, encoding="utf-8")
+
+
+def _command() -> str:
+    return " ".join(sys.argv).replace("\n", " ")
+
+
+def make_plan(
+    config: Config, world_size: int = 1, cuda: bool | None = None, hosts: int = 1
+) -> Plan:
+    """Resolve everything `auto`, and divide model and batch over processes.
+
+    Args:
+        world_size: number of processes.
+        cuda: whether there is a CUDA device; None asks PyTorch.
+        hosts: machines that the processes run on.
+
+    Raises:
+        ConfigError: fewer rows than processes, a layout that does not divide, an engine that is not
+            installed, or a device that is not there.
+    """
+    train = config.train
+    if train.global_batch_size < world_size:
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} leaves some of the {world_size} "
+            f"processes without a row; allowed: {world_size} or more"
+        )
+    rows = -(-train.global_batch_size // world_size)
+    most = min(train.micro_batch_size, rows)
+    micro_batch = next(size for size in range(most, 0, -1) if rows % size == 0)
+    if cuda is None:
+        cuda = torch.cuda.is_available()
+    device = config.run.device
+    if device == "cuda" and not cuda:
+        raise ConfigError("run.device='cuda', but PyTorch sees no CUDA device; allowed here: 'cpu'")
+    if device == "auto":
+        device = "cuda" if cuda else "cpu"
+    on_gpu = device == "cuda"
+    kernels = config.model.kernels
+    interpreted = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels in ("triton", "hopper") and not on_gpu and not interpreted:
+        raise ConfigError(
+            f"model.kernels={kernels!r} needs a CUDA device, this run is on {device}; allowed "
+            "here: auto, reference, spmm"
+        )
+    dtype = train.dtype if train.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+    mesh, engine, exchange, offload = plan_layout(
+        config, world_size, device, hosts, micro_batch, rows // micro_batch
+    )
+    if engine is not None:
+        several = f"{world_size} processes"
+        refuse_sharded(config, several if world_size > 1 else f"parallel.engine={engine}")
+    check_states(config, dtype)
+    if config.model.save == "fp8_h" and dtype != "bfloat16":
+        raise ConfigError(
+            f"model.save='fp8_h' needs train.dtype='bfloat16', this run's is {dtype!r}; allowed "
+            "here: h, x"
+        )
+    check_rounding(config, micro_batch)
+    if train.cuda_graph:
+        check_graph(config, device, dtype, rows // micro_batch)
+    if train.steps is not None:
+        check_routers(config, train.steps)
+    return Plan(
+        world_size=world_size,
+        device=device,
+        dtype=dtype,
+        # DeepSpeed's hooks cut a block into pieces: minutes of compiling, and little gained.
+        compile=on_gpu and engine != "deepspeed" if train.compile == "auto" else train.compile,
+        mesh=mesh,
+        engine=engine,
+        exchange=exchange,
+        offload=offload,
+        micro_batch_size=micro_batch,
+        accumulation=rows // micro_batch,
+        rows_per_rank=rows,
+        tokens_per_step=train.global_batch_size * config.data.seq_len,
+    )

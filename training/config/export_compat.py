@@ -1,0 +1,177 @@
+"""Whether what trains is what an exported folder computes.
+
+Every knob that changes which function the trained model is stands in `KNOBS`, with the families
+that can express it. One that the model's family cannot is refused before the run starts, unless the
+config says that it ends (`router.end_steps`: nothing of the kind acts in the last so many steps)
+or that the run is not meant to be exported (`router.exportable: false`). What is not listed here
+changes training alone: losses, learning rates, token rounding, jitter, expert dropout.
+
+The end of a run compares the model with what its folder will compute (`training/probe.py`), and a
+checkpoint records which knobs still act in it, so that no earlier one is exported by mistake.
+Nothing here needs PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from training.config.expert_checks import events_uneven, uses_families
+from training.config.load import ConfigError, shown
+
+if TYPE_CHECKING:
+    from training.config.sections import Config
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting that makes the model another function."""
+
+    place: str
+    """section.key"""
+    what: str
+    """What an exported folder would lack."""
+    used: Callable[[Config], bool]
+    end: str | None = None
+    """How `router.end_steps` ends it; None: it cannot end."""
+    biased: bool = False
+    """Whether a family whose routers have a selection bias can say it in its config.json."""
+
+
+_LEVELS = "different numbers of experts in its layers"
+KNOBS = (
+    Knob(
+        "router.score",
+        "other scores than its own",
+        lambda c: c.router.score != c.model.config.router_score,
+    ),
+    Knob("router.amplitude", "probabilities of amplitudes", lambda c: c.router.amplitude),
+    Knob(
+        "router.capacity_factor",
+        "limit on the tokens of an expert",
+        lambda c: c.router.capacity_factor is not None,
+        "switched off",
+    ),
+    Knob(
+        "router.bias_update",
+        "selection bias",
+        lambda c: c.router.bias_update != "none",
+        "annealed to zero",
+        biased=True,
+    ),
+    Knob(
+        "router.ema",
+        "selection by averaged router weights",
+        lambda c: c.router.ema is not None,
+        "switched off",
+    ),
+    # with a bias, layers are padded by experts that are never chosen
+    Knob("surgery.events", _LEVELS, events_uneven, "levelled", biased=True),
+    Knob(
+        "surgery.policy",
+        _LEVELS,
+        lambda c: c.surgery.policy == "resize" and len(c.model.config.moe_layers) > 1,
+        "levelled",
+        biased=True,
+    ),
+    Knob("surgery.clone", "choice within families", uses_families, "switched off"),
+    Knob(
+        "router.default_fill",
+        "filled-in outputs of experts that were not chosen",
+        lambda c: c.router.gradient == "default" and c.router.default_fill == "forward",
+        "switched off",
+    ),
+)
+
+
+def inexact(config: Config) -> list[Knob]:
+    """The knobs in use that the model's family cannot express."""
+    biased = config.model.config.has_selection_bias
+    return [knob for knob in KNOBS if knob.used(config) and not (knob.biased and biased)]
+
+
+def check_exactness(config: Config) -> None:
+    """Refuse a run whose export would be another model, and settings that end nothing.
+
+    Raises:
+        ConfigError: naming the setting, the family, and what is allowed.
+    """
+    router, family = config.router, config.model.config.family
+    found = inexact(config)
+    if not found:
+        for key, idle in (("end_steps", None), ("exportable", True)):
+            value = getattr(router, key)
+            if value != idle:
+                raise ConfigError(
+                    f"router.{key}={shown(value)} has no effect: all that this router does can be "
+                    f"exported as {family}; leave it out"
+                )
+        return
+    if not router.exportable:
+        if router.end_steps is not None:
+            raise ConfigError(
+                f"router.end_steps={router.end_steps} has no effect with router.exportable=false; "
+                "leave one of them out"
+            )
+        return
+    for knob in found:
+        section, _, key = knob.place.partition(".")
+        value = getattr(getattr(config, section), key)
+        given = f"{knob.place}={'...' if isinstance(value, list) else shown(value)}"
+        if knob.end is None:
+            raise ConfigError(
+                f"{given} cannot be exported: {family} has no {knob.what}; allowed "
+                "only with router.exportable=false, for a run that is not to be exported"
+            )
+        if router.end_steps is None:
+            raise ConfigError(
+                f"{given} cannot be exported: {family} has no {knob.what}. Give "
+                f"router.end_steps: the last so many steps train without it ({knob.end} before), "
+                "or router.exportable=false for a run that is not to be exported"
+            )
+    if config.train.steps is not None:
+        check_ends(config, config.train.steps)
+
+
+def check_ends(config: Config, steps: int) -> None:
+    """ConfigError if a run of so many steps is too short for its `router.end_steps`."""
+    last = config.router.end_steps
+    if last is not None and 2 * last >= steps:
+        raise ConfigError(
+            f"router.end_steps={last} must be less than half of the run's {steps} steps: as many "
+            "steps before them are there for annealing"
+        )
+
+
+def last_acting_step(config: Config, place: str, steps: int) -> int | None:
+    """Last step in which the knob acts as it likes; None: it acts to the end."""
+    if any(knob.place == place for knob in inexact(config)) and config.router.end_steps:
+        return steps - config.router.end_steps
+    return None
+
+
+def mask_steps(config: Config, steps: int) -> tuple[int, int, int]:
+    """First mask, density reached, last mask: the steps after which they are made."""
+    train = config.train
+    end = train.sparse_start if train.sparse_end is None else train.sparse_end
+    return train.sparse_start, end, train.sparse_until or steps * 3 // 4
+
+
+def _masked(config: Config, step: int, steps: int) -> list[str]:
+    """Masks whose hidden weights are not zero yet after `step`."""
+    train = config.train
+    if train.sparse_density is None or train.sparse_method == "regrow":
+        return []
+    start, _, until = mask_steps(config, steps)
+    hidden = start <= step < until
+    return ["masks of weights that go on learning (train.sparse_density)"] if hidden else []
+
+
+def acting(config: Config, step: int, steps: int) -> list[str]:
+    """What an exported folder would lack of a model after `step` of `steps` steps."""
+    return _masked(config, step, steps) + [
+        f"{knob.what} ({knob.place})"
+        for knob in inexact(config)
+        if (last := last_acting_step(config, knob.place, steps)) is None or step <= last
+    ]

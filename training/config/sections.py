@@ -1,0 +1,314 @@
+"""The sections of a run's config: typed fields, each with its meaning below it.
+
+Nothing here says what goes together; `training.config.build` loads a config and checks it. The
+`model` section takes the field names of a Hugging Face config.json (models/config.py) beside its
+own.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from models.config import Count, ModelConfig, Positive, Strict
+from models.config_hf import fields_from_hf
+from models.errors import UserError
+from models.first_weights import FirstWeights
+from training.config.experts import SurgeryConfig
+from training.config.load import ConfigError, PathText, expand_home, first_line, shown
+from training.config.router import RouterConfig
+from training.data.config import DataConfig
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class RunConfig(Strict):
+    """Name, place and repeatability of the run."""
+
+    name: str | None = None
+    """Folder of the run inside `run.dir`. Empty: the config file's name without its ending."""
+    dir: PathText = "runs"
+    """Folder that holds all runs, relative to where the command is typed."""
+    seed: Annotated[int, Field(ge=0, le=10**12)] = 0
+    """Seed of initial weights and of the order of the data."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: resume from the last good checkpoint of this run folder, if any. never: refuse a
+    folder that holds a run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where there is one."""
+    deterministic: bool = False
+    """Ask PyTorch for deterministic algorithms everywhere, and fail where there is none."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", name):
+            raise ValueError(
+                f"run.name={name!r} must be a plain folder name of letters, digits, _ - + ."
+            )
+        return name
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of this run lies."""
+        return Path(self.dir) / (self.name or "run")
+
+
+class ModelSection(Strict):
+    """The model: fields of a Hugging Face config.json, and how it is built and computed here."""
+
+    hf_config: PathText | None = None
+    """Path of a Hugging Face config.json (or its folder) to take the fields from; fields given
+    beside it win."""
+    init_from: PathText | None = None
+    """Hugging Face folder, checkpoint or run whose weights are continued from, with a new
+    optimizer; it also gives all fields."""
+    kernels: Literal["auto", "hopper", "triton", "reference", "spmm"] = "auto"
+    """Implementation of the expert layers. auto: on CUDA Triton, or kernels for Hopper where they
+    can run; plain PyTorch elsewhere; spmm: products of sparse matrices, for comparison."""
+    save: Literal["h", "fp8_h", "x"] = "h"
+    """What an expert layer keeps for its backward pass: its pre-activations (h), a float8 copy of
+    them (fp8_h: half the memory, gradients 3 to 4 % off, bfloat16 only), or only its input (x),
+    which is least memory and one more matrix product."""
+    init: FirstWeights = Field(default_factory=FirstWeights)
+    """How the weights of a new model are drawn."""
+    config: ModelConfig = Field(repr=False)
+    """The architecture, resolved from the remaining keys, `hf_config` and `init_from`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_architecture(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        own = {key: value for key, value in raw.items() if key in cls.model_fields}
+        rest = {key: value for key, value in raw.items() if key not in cls.model_fields}
+        if isinstance(own.get("config"), ModelConfig):
+            return raw
+        if "config" in own:
+            raise ValueError("model.config is no key; write the model's fields right under model")
+        source = "init_from" if own.get("init_from") is not None else "hf_config"
+        path = own.get(source)
+        if not isinstance(path, str):
+            return own | {"config": rest}
+        if source == "init_from" and own.get("hf_config") is not None:
+            raise ValueError("model.hf_config is useless beside model.init_from, which gives it")
+        given = _hugging_face_fields(expand_home(path), f"model.{source}")
+        if source == "init_from":
+            full = ModelConfig(**given).model_dump()
+            wrong = [key for key, value in rest.items() if key in full and full[key] != value]
+            if wrong:
+                raise ValueError(
+                    f"model.{wrong[0]}={shown(rest[wrong[0]])} contradicts model.init_from, whose "
+                    f"config has {shown(full[wrong[0]])}; leave it out, or give "
+                    + " ".join(f"model.{key}={shown(full[key])}" for key in wrong)
+                )
+        return own | {"config": {**given, **rest}}
+
+
+def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:
+    """The fields that the Hugging Face config at `path` gives; `key` is who asked, for errors."""
+    try:
+        given = fields_from_hf(path)
+        ModelConfig(**given)  # so that a mistake in the file is told as one of the file
+        return given
+    except ValidationError as error:
+        raise ConfigError(f"{key}={path!r}: {first_line(error, {})}") from None
+    except UserError as error:
+        raise ConfigError(f"{key}={path!r}: {error}") from None
+
+
+class OptimConfig(Strict):
+    """Optimizer, learning-rate schedule and what happens to bad steps."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate of AdamW."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.9, 0.95])
+    """Decay of AdamW's first and second moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    """Course of the learning rate after warm-up. wsd: constant, then down at the end."""
+    warmup_steps: Count = 100
+    """Steps of linear warm-up from zero; in a run of no more steps than that, a tenth of them."""
+    decay_fraction: Fraction = 0.2
+    """Last part of the run in which wsd lowers the learning rate."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the end, as a part of the peak."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest norm of all gradients together; empty: no clipping."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """What AdamW updates of a bfloat16 model: float32 master weights, or the model's own weights,
+    with updates rounded up or down at random so that they are right in the mean."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Form of AdamW's two moments of a bfloat16 model; bfloat16 is rounded at random likewise."""
+    router_lr_multiplier: Annotated[float, Field(gt=0)] = 1.0
+    """Learning rate of the routers, as a multiple of `optim.lr`."""
+    router_weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay of the routers."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """What to do with a step whose loss or gradient is NaN or infinite."""
+    spike_factor: Annotated[float, Field(gt=1)] | None = None
+    """Skip a step whose gradient norm exceeds this multiple of its running mean; empty: never."""
+
+    @field_validator("betas")
+    @classmethod
+    def _two(cls, betas: list[float]) -> list[float]:
+        if len(betas) != 2:
+            raise ValueError(f"optim.betas={betas} must be a list of exactly 2 numbers")
+        return betas
+
+
+class TrainConfig(Strict):
+    """Length, batch and precision."""
+
+    steps: Positive | None = None
+    """Optimizer steps of the run; this or `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training data; this or `steps`."""
+    global_batch_size: Positive = 32
+    """Rows of `data.seq_len` tokens in one optimizer step, over all processes."""
+    micro_batch_size: Positive = 8
+    """Most rows of one forward pass in one process; where few rows are left for each, fewer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the model's weights and of matrix products. auto: bfloat16 on CUDA."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile of the blocks. auto: on CUDA, but not under DeepSpeed."""
+    cuda_graph: bool = False
+    """Replay the device's work of a step as one CUDA graph instead of launching every kernel: for
+    small models, whose steps wait for the host. Keeps the activations' memory between steps."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass instead of keeping them."""
+    sparse_density: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the weights of every expert's matrices that is kept; the others become zero, also in
+    an export. Empty: all. Products are not faster for it: see docs/sparse.md."""
+    sparse_method: Literal["straight_through", "regrow"] = "straight_through"
+    """straight_through: the largest weights are computed with, and all learn until
+    `train.sparse_until`. regrow (RigL): hidden weights are zero, and at every new mask some of the
+    smallest give way to those with the largest gradients."""
+    sparse_block: Positive = 1
+    """Side of the square blocks that are kept or hidden as a whole."""
+    sparse_start: Positive = 1
+    """Step after which the first mask is made."""
+    sparse_every: Positive = 100
+    """Steps from one mask to the next."""
+    sparse_end: Positive | None = None
+    """Step at which the density is reached, on a cubic path from 1; empty: with the first mask."""
+    sparse_until: Positive | None = None
+    """Step of the last mask: from then on it stays, and hidden weights are zero. Empty: at three
+    quarters of the run."""
+    sparse_regrow: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of what is kept that the first mask of the method regrow exchanges; it falls to zero
+    until `train.sparse_until`."""
+
+
+class ParallelConfig(Strict):
+    """How several processes share one model (docs/parallel.md); one process needs none of it."""
+
+    nodes: Positive | None = None
+    """Nodes that the processes form: dense weights are sharded inside a node and replicated over
+    nodes. Empty: the number of hosts; a multiple of it cuts hosts into several nodes."""
+    expert: Positive | None = None
+    """Ranks that the experts are split over. Empty: the number that a model of the costs finds
+    fastest among those whose weights and moments fit the GPUs (docs/scaling.md)."""
+    expert_placement: Literal["across_nodes", "within_node"] = "across_nodes"
+    """across_nodes: a node's ranks share the node's experts and tokens travel between nodes.
+    within_node: tokens travel between the ranks of a node, and every node holds all experts."""
+    engine: Literal["auto", "fsdp2", "deepspeed"] = "auto"
+    """ZeRO-3 by PyTorch's FSDP2 or by DeepSpeed. auto: none for one process; of several, deepspeed
+    where something is offloaded or its Adam is asked for, else fsdp2. One that is named is used by
+    one process too."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where gradients, master weights and moments lie and the update runs: on the device, in host
+    memory, or, but for gradients, in files of `offload_path`."""
+    offload_weights: Literal["none", "cpu", "nvme"] = "none"
+    """Where a process keeps its part of the weights between their uses, likewise."""
+    offload_path: PathText | None = None
+    """Folder on a local disk of every host, for nvme."""
+    adam: Literal["torch", "deepspeed"] = "torch"
+    """PyTorch's fused AdamW or DeepSpeed's kernels (deepspeed), which are compiled on first use."""
+    chunks: Positive | None = None
+    """Parts of a micro-batch that travel while others are computed; empty: 2, or 1 with
+    schedule=whole."""
+    schedule: Literal["all", "pairwise", "whole"] = "all"
+    """Exchange with all ranks at once, or with one after the other; whole: send all tokens to all
+    ranks, whatever their experts, so that no size is read back from the device."""
+    deduplicate: bool = True
+    """Send a token once to each rank, not once for each of its experts."""
+    payload: Literal["model", "float8"] = "model"
+    """Form of tokens on their way to experts: the model's dtype, or E4M3 with scales."""
+    transport: Literal["collective", "pull"] = "collective"
+    """collective: NCCL or gloo. pull: copies out of the peers' memory, for GPUs of one host."""
+    timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
+    """Seconds after which a collective operation that hangs ends the run."""
+
+
+class CheckpointConfig(Strict):
+    """When the run is saved and how much is kept."""
+
+    every_steps: Positive | None = 500
+    """Steps between checkpoints; empty: only at the end and on request. The last step is always
+    saved."""
+    keep_last: Positive | None = 3
+    """Checkpoints that stay; empty: all."""
+    async_save: bool = True
+    """Write in the background while training goes on."""
+
+
+class EvalConfig(Strict):
+    """Validation and samples during training."""
+
+    every_steps: Positive | None = 250
+    """Steps between validations; empty: never, and then `sample_prompt` must be empty too."""
+    rows: Positive | None = 128
+    """Rows of `data.seq_len` tokens that one validation reads of each source, over all processes
+    together; empty: all."""
+    sample_prompt: str | None = None
+    """Text that the model continues at every validation; empty: none."""
+    sample_tokens: Positive = 64
+    """Tokens of a sample."""
+
+
+class LogConfig(Strict):
+    """What is told while training."""
+
+    every_steps: Positive = 10
+    """Steps between log lines; only these read values back from the device."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases beside the run folder's own metrics.jsonl."""
+    wandb_project: str = "tessera"
+    """Project there."""
+    activation_threshold: Annotated[float, Field(ge=0)] | None = None
+    """Measure at log steps, on a few fixed rows, which share of the experts' activations a product
+    could not skip, for tiles of 1 to 128 rows, if absolute values up to this count as zero. Empty:
+    do not."""
+    plots: bool = True
+    """Draw plots/*.png at validations and at the end."""
+
+
+class Config(Strict):
+    """A whole run. Build it with `load_config`."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelSection
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    surgery: SurgeryConfig = Field(default_factory=SurgeryConfig)
+    data: DataConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: TrainConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `load_config` reads back to an equal config."""
+        values = self.model_dump(mode="json")
+        model = values["model"]
+        model["hf_config"] = None  # all that it gave is spelled out
+        values["model"] = {**model.pop("config"), **model}
+        return values

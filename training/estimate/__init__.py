@@ -1,0 +1,1 @@
+"""Memory, time and arithmetic of a run before it is started."""

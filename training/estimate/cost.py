@@ -1,0 +1,157 @@
+"""A model on paper: what a step costs in a layout, and which degree of expert parallelism wins.
+
+Bytes follow from the layout and are exact for uniform routing; seconds are bytes over a bandwidth
+and FLOPs over a speed. A step takes at least as long as the busiest of arithmetic, links inside a
+node and links between nodes ("all hidden"), and at most all of them one after the other ("none
+hidden"). docs/scaling.md says what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+from models.config import ModelConfig
+from parallel.mesh import MeshPlan
+from training.estimate.flops import flops_per_token, matmul_weights
+
+# Weights, gradients and both moments of a parameter in float32, as the engines shard them.
+STATE_BYTES = 16
+# Part of a GPU that they may take: the rest is for activations and gathered blocks.
+STATE_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU and its links; bandwidths are what it sends, in bytes a second.
+
+    The default is an H200 with a 400 Gbit/s card of its own; docs/scaling.md says which of the
+    numbers were measured.
+    """
+
+    flops: float = 400e12
+    inside: float = 270e9
+    between: float = 40e9
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one step of one micro-batch."""
+
+    compute: float
+    inside: float
+    """Links inside a node: gathering and reducing weights, and tokens within_node."""
+    between: float
+    """Links between nodes: gradients of replicas, and tokens across_nodes."""
+    tokens: float
+    """Of those, the tokens' share."""
+
+    @property
+    def best(self) -> float:
+        return max(self.compute, self.inside, self.between)
+
+    @property
+    def worst(self) -> float:
+        return self.compute + self.inside + self.between
+
+
+def copies(experts: int, k: int, ranks: int) -> float:
+    """Other ranks that hold some of a token's K experts, on average over uniform choices."""
+    mine = experts // ranks
+    untouched = comb(experts - mine, k) / comb(experts, k)
+    return (ranks - 1) * (1 - untouched)
+
+
+def parameters(model: ModelConfig) -> dict[str, int]:
+    """Weights in matrix products, and the embedding, by dense, expert and router."""
+    layers = [model.moe_config(layer) for layer in model.moe_layers]
+    widths = [moe.expert_widths or (moe.expert_size,) * moe.num_experts for moe in layers]
+    expert = 3 * model.hidden_size * sum(map(sum, widths))
+    router = sum(model.hidden_size * moe.num_experts for moe in layers)
+    _, total = matmul_weights(model)
+    embedding = 0 if model.tie_word_embeddings else model.hidden_size * model.vocab_size
+    return {"dense": total - expert - router + embedding, "expert": expert, "router": router}
+
+
+def step_cost(
+    model: ModelConfig,
+    plan: MeshPlan,
+    machine: Machine,
+    tokens: int,
+    seq_len: int,
+    micro_batches: int = 1,
+    counts: dict[str, int] | None = None,
+) -> Cost:
+    """The cost of a step of `micro_batches` of `tokens` tokens on each rank.
+
+    Weights are gathered in bf16 for the forward and again for the backward pass and their gradients
+    reduced in float32, for each micro-batch; replicas are summed in float32 once a step. Tokens go
+    out and back in bf16, in both passes, once to each rank that has experts for them.
+    """
+    counts = counts or parameters(model)
+    inside = between = 0.0
+
+    def shared(count: float, ranks: int) -> float:
+        """Bytes that a rank sends to gather twice and reduce once what `ranks` of them share."""
+        return micro_batches * count * (ranks - 1) / ranks * (2 + 2 + 4)
+
+    def summed(count: float, ranks: int) -> float:
+        """Bytes that a rank sends to sum its shard over replicas."""
+        return 4 * count * 2 * (ranks - 1) / ranks
+
+    inside += shared(counts["dense"], plan.local)
+    inside += shared(counts["expert"] / plan.expert, plan.expert_shard)
+    between += summed(counts["dense"] / plan.local, plan.nodes)
+    held = counts["expert"] / plan.expert / plan.expert_shard
+    between += summed(held, plan.expert_replica)
+    between += summed(counts["router"], plan.world)
+    rows = copies(model.num_experts, model.num_experts_per_tok, plan.expert)
+    sent = 4 * len(model.moe_layers) * micro_batches * tokens * rows * 2 * model.hidden_size
+    if plan.placement == "across_nodes":
+        between += sent
+    else:
+        inside += sent
+    wire = machine.between if plan.placement == "across_nodes" else machine.inside
+    flops = flops_per_token(model, seq_len) * tokens * micro_batches
+    return Cost(
+        flops / machine.flops, inside / machine.inside, between / machine.between, sent / wire
+    )
+
+
+def state_bytes(plan: MeshPlan, counts: dict[str, int]) -> float:
+    """Bytes of weights, gradients and moments that a rank holds."""
+    dense = counts["dense"] / plan.local
+    expert = counts["expert"] / plan.expert / plan.expert_shard
+    return STATE_BYTES * (dense + expert + counts["router"])
+
+
+def fastest(
+    plans: Sequence[MeshPlan],
+    model: ModelConfig,
+    tokens: int,
+    seq_len: int,
+    micro_batches: int = 1,
+    memory: int | None = None,
+) -> MeshPlan:
+    """The plan whose step takes least, in the middle between all and nothing hidden.
+
+    Splitting experts further needs less memory and gathers fewer weights, but sends more tokens,
+    and from a few ranks on those cost more than they save. Where the fastest does not fit, the next
+    one that does is taken, and where none fits the one with least memory.
+
+    Args:
+        tokens: of a rank's micro-batch.
+        micro_batches: of a step.
+        memory: bytes of a GPU; None does not ask whether states fit.
+    """
+    counts = parameters(model)
+    sizes = [state_bytes(plan, counts) for plan in plans]
+    limit = max(min(sizes), STATE_SHARE * memory) if memory is not None else max(sizes)
+    fitting = [plan for plan, size in zip(plans, sizes) if size <= limit]
+
+    def middle(plan: MeshPlan) -> float:
+        cost = step_cost(model, plan, Machine(), tokens, seq_len, micro_batches, counts)
+        return cost.best + cost.worst
+
+    return min(fitting, key=middle)

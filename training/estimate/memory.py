@@ -1,0 +1,179 @@
+"""How much memory a run needs: what its optimizer or engine keeps, and the worst moment of a replay
+of one micro-batch (`training.estimate.replay`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from models.build import build_model, parameter_kinds
+from training.assemble import DTYPES, router_options
+from training.estimate.replay import replay
+from training.optim.master import ALIGN
+
+if TYPE_CHECKING:
+    from training.config.plan import Plan
+    from training.config.sections import Config
+
+# Bytes of a position in `training.data.Batch`: tokens, labels, positions, and whether it is valid.
+BATCH = 8 + 8 + 8 + 1
+
+
+def activation_bytes(config: Config, plan: Plan) -> int:
+    """Peak of what comes and goes in a step: the batch, activations of one micro-batch, and
+    gradients beside the buffers of the optimizer or the engine."""
+    model = config.model.config
+    peak = replay(
+        model,
+        rows=plan.micro_batch_size,
+        seq_len=config.data.seq_len,
+        dtype=DTYPES[plan.dtype],
+        options={
+            "save": config.model.save,
+            "kernels": config.model.kernels,
+            # Where epochs make the length, any that no schedule is too long for does.
+            **router_options(config, model, config.train.steps or 1_000_000),
+        },
+        checkpointing=config.train.checkpointing,
+        gpu=plan.device == "cuda",
+        compiled=plan.compile,
+        keep_gradients=_one_micro_batch(plan),
+    )
+    return peak + BATCH * plan.rows_per_rank * config.data.seq_len
+
+
+def _one_micro_batch(plan: Plan) -> bool:
+    """Whether gradients in bfloat16 are read by the update where autograd puts them."""
+    return plan.engine is None and plan.accumulation == 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process, by what they hold."""
+
+    weights: int
+    """In the dtype of the products; of several processes, those of the blocks that are gathered at
+    a time."""
+    gradients: int
+    """Buffers that are there all the time."""
+    masters: int
+    """float32 weights that are kept beside those."""
+    moments: int
+    activations: int
+    """At the worst moment of a step, with the gradients that exist then beside the buffers."""
+    context: int
+    """CUDA's own, and communication buffers with several processes."""
+    host: int = 0
+    """What is offloaded to host memory, beside all that."""
+    disk: int = 0
+    """What is offloaded to files."""
+
+    @property
+    def states(self) -> int:
+        """What is there between steps, whatever the micro-batch."""
+        return self.weights + self.gradients + self.masters + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations + self.context
+
+
+CONTEXT = 600 * 2**20
+COMMUNICATION = 400 * 2**20
+
+
+def process_memory(config: Config, plan: Plan) -> Memory:
+    """Memory of one process (the largest one): what the optimizer or the engine keeps, and the
+    replayed activations."""
+    context = 0
+    if plan.device == "cuda":
+        context = CONTEXT + (COMMUNICATION if plan.world_size > 1 else 0)
+    kept = _whole(config, plan) if plan.engine is None else _sharded(config, plan)
+    activations = activation_bytes(config, plan)
+    if plan.engine is not None and plan.exchange.schedule == "whole":
+        activations += _foreign_bytes(config, plan)
+    return Memory(**kept, activations=activations, context=context)
+
+
+def _foreign_bytes(config: Config, plan: Plan) -> int:
+    """schedule=whole: pre-activations of the experts for every row that the other ranks send, as if
+    all K experts of its token were here, in the layers that keep theirs for backward; and the rows.
+    """
+    model, width = config.model.config, DTYPES[plan.dtype].itemsize
+    tokens = plan.micro_batch_size * config.data.seq_len * (plan.mesh.expert - 1)
+    layers = 1 if config.train.checkpointing == "full" else len(model.moe_layers)
+    columns = 2 * model.expert_size
+    kept = {"h": columns * width, "fp8_h": columns, "x": 0}[config.model.save]
+    rows = model.num_experts_per_tok * kept + model.hidden_size * width
+    return layers * tokens * rows
+
+
+def _whole(config: Config, plan: Plan) -> dict[str, int]:
+    """One process: training/optim/master.py's flat buffers."""
+    model = build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")
+    padded = [(-(-p.numel() // ALIGN) * ALIGN, p) for p in model.parameters()]
+    elements = sum(size for size, _ in padded)
+    narrow = sum(size for size, p in padded if p.dtype != torch.float32)
+    optim = config.optim
+    return {
+        "weights": sum(size * parameter.element_size() for size, parameter in padded),
+        "gradients": 4 * (elements - (narrow if _one_micro_batch(plan) else 0)),
+        "masters": 4 * narrow if optim.weights == "float32" else 0,
+        "moments": 8 * (elements - narrow) + 2 * DTYPES[optim.moments].itemsize * narrow,
+    }
+
+
+def _sharded(config: Config, plan: Plan) -> dict[str, int]:
+    """Several: shards of float32 weights, gradients and moments, and what is whole for a while.
+
+    While a block computes, its weights and those of the next one are gathered; its gradient is
+    whole once in the dtype of the products and once in float32 for the reduction. What is offloaded
+    is on the device for moments only.
+    """
+    model, mesh = build_model(config.model.config, device="meta"), plan.mesh
+    kinds = parameter_kinds(model)
+    held = held_elements(config, plan)
+    blocks: dict[str, int] = {}  # elements of a block as this process computes with them
+    for name, parameter in model.named_parameters():
+        if kinds[name] == "router":
+            continue
+        block = ".".join(name.split(".")[:2])
+        count = parameter.numel() // (mesh.expert if kinds[name] == "expert" else 1)
+        blocks[block] = blocks.get(block, 0) + count
+    width, largest = DTYPES[plan.dtype].itemsize, max(blocks.values())
+    offload, deepspeed = plan.offload, plan.engine == "deepspeed"
+    places = {"none": 0, "cpu": 0, "nvme": 0}
+    # DeepSpeed keeps weights for the products beside the float32 ones, which FSDP2 casts anew.
+    places[offload.weights] += width * held if deepspeed else 0
+    shards = places["none"]
+    places[offload.state] += 12 * held
+    on_device = offload.state == "none"
+    if not on_device:
+        # DeepSpeed: as they are added up, and as the update reads them.
+        places["cpu"] += (8 if deepspeed else 4) * held
+    return {
+        "weights": shards + 2 * width * largest,
+        "gradients": 4 * held * on_device + (width + 4) * largest,
+        "masters": 4 * held * on_device,
+        "moments": 8 * held * on_device,
+        "host": places["cpu"],
+        "disk": places["nvme"],
+    }
+
+
+def held_elements(config: Config, plan: Plan) -> int:
+    """Parameters whose master weights, gradients and moments one process keeps."""
+    model, mesh = build_model(config.model.config, device="meta"), plan.mesh
+    kinds = parameter_kinds(model)
+    held = 0
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        if plan.engine is None or kinds[name] == "router":
+            held += count
+        elif kinds[name] == "expert":
+            held += -(-count // mesh.expert // mesh.expert_shard)
+        else:
+            held += -(-count // mesh.local)
+    return held

@@ -1,0 +1,1 @@
+"""Optimizer: parameter groups, the update, the schedule of the learning rate."""

@@ -1,0 +1,1 @@
+"""Experts that come and go: importance, policy, and the changes themselves."""
