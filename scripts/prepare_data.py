@@ -5,7 +5,7 @@
     python scripts/prepare_data.py corpus/ --out store --train-tokenizer 32768
     python scripts/prepare_data.py --hub allenai/c4 --subset en --out store --tokenizer TOKENIZER
     python scripts/prepare_data.py --check store
-    python scripts/prepare_data.py --corpus sotu --out sotu.jsonl
+    python scripts/prepare_data.py --corpus python --out python.jsonl
 
 The same command continues where an earlier one ended, however it ended. Train on the store with
 `'data.sources=[{path: store}]' data.tokenizer=null`; it brings its tokenizer along.
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from training.config.load import expand_home, first_line, user_path
 from training.data.config import DataConfig, DataError, SourceConfig
-from training.data.corpora import CORPORA, download_corpus
+from training.data.corpora import CORPORA, write_corpus
 from training.data.lock import try_lock
 from training.data.sources import describe, make_reader, resolve, source_name
 from training.data.store import TokenStore, is_store
@@ -65,7 +65,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--check", type=user_path, metavar="STORE", help="verify counts and checksums"
     )
-    parser.add_argument("--corpus", help=f"download text as jsonl: {', '.join(CORPORA)}")
+    parser.add_argument(
+        "--corpus", help=f"write a text that anyone can have as jsonl: {', '.join(CORPORA)}"
+    )
     return parser.parse_args(arguments)
 
 
@@ -154,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.corpus is not None:
             if given.out is None:
                 raise DataError("--out is missing: the jsonl file to write")
-            count = download_corpus(given.corpus, given.out)
+            count = write_corpus(given.corpus, given.out)
             print(f"{given.out}: {count} documents, {given.out.stat().st_size:,} bytes")
             return 0
         prepare(given)

