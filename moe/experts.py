@@ -1,12 +1,10 @@
 """The experts of an MoE layer: out[t] = sum over its e of gate · W2[e] · activation(W1[e] · x[t]).
 
-    experts            tokens in, tokens out, any `Routing` (top-K, rounded, ragged, empty slots)
-    permuted_experts   rows already sorted by expert in, rows out: what an all-to-all delivers
-
-Both are one autograd function composed of the operators under `moe/kernels`. Kept for backward: X,
-H, the gates and int32 indices, 2TD + 4TKN bytes in bf16 and gated activations; with save="fp8_h" H
-is kept in float8 (half of it), with save="x" it is computed again. The graph of operators follows
-SonicMoE (arXiv 2512.14080); neither the gathered X, A, Y nor their gradients outlive the call.
+One autograd function composed of the operators under `moe/kernels`, for any `Routing`. Kept for
+backward: X, H, the gates and int32 indices, 2TD + 4TKN bytes in bf16 and gated activations; with
+save="fp8_h" H is kept in float8 (half of it), with save="x" it is computed again. The graph of
+operators follows SonicMoE (arXiv 2512.14080); neither the gathered X, A, Y nor their gradients
+outlive the call.
 
 Shape letters: T tokens, R rows (expert order), S slots (token order), E experts, K experts per
 token, D model width, N expert width, H columns of the up-projection (2N for gated activations,
@@ -24,7 +22,6 @@ from moe.kernels._grouped import gather_rows_ref
 from moe.kernels._tiles import RowTiles, row_tiles
 from moe.kernels._triton import pick_backend
 from moe.kernels.activations import activation_width
-from moe.kernels.clear_rows import clear_rows
 from moe.kernels.combine import combine
 from moe.kernels.down_backward import down_backward
 from moe.kernels.down_forward import down_forward
@@ -42,16 +39,13 @@ SAVE = ("h", "fp8_h", "x")
 
 
 class _Experts(torch.autograd.Function):
-    """Forward and backward of both entries; `row_S` None means rows in, rows out."""
-
     @staticmethod
     def forward(
         ctx, x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
         slot_offsets_T1, slots_per_token, activation, save, backend, with_grad, main_w1, main_w2,
         output_sums,
     ):  # fmt: skip
-        permuted = row_S is None
-        num_rows = (x if token_R is None else token_R).shape[0]
+        num_rows = token_R.shape[0]
         tiles = (
             None if backend == "reference" else row_tiles(offsets_E1, num_rows, x.dtype, backend)
         )
@@ -69,7 +63,7 @@ class _Experts(torch.autograd.Function):
             h_RH, scale_R = to_float8(h_RH, backend=backend)
         y_RD = down_forward(
             a_RN, w2_EDN, b2_ED, offsets_E1,
-            scale_R=gates_S if permuted else None, tiles=tiles, backend=backend,
+            scale_R=None, tiles=tiles, backend=backend,
         )  # fmt: skip
         del a_RN
         sums_ED = (
@@ -77,16 +71,13 @@ class _Experts(torch.autograd.Function):
             if output_sums
             else None
         )
-        if permuted:
-            out = clear_rows(y_RD, offsets_E1, backend=backend)
-        else:
-            out = combine(
-                y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
-                slot_offsets_T1=slot_offsets_T1, backend=backend,
-            )  # fmt: skip
+        out = combine(
+            y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
+            slot_offsets_T1=slot_offsets_T1, backend=backend,
+        )  # fmt: skip
         if with_grad:
             # Of a routing with K slots for every token the slots tell the rows; backward inverts.
-            inverted = not permuted and slots_per_token is not None and num_rows == len(row_S)
+            inverted = slots_per_token is not None and num_rows == len(row_S)
             kept_R = (None, None) if inverted else (token_R, slot_R)
             ctx.save_for_backward(
                 x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH if save_h else None, scale_R,
@@ -113,7 +104,7 @@ class _Experts(torch.autograd.Function):
         need_x, need_w1, need_w2, need_gates, need_b1, need_b2 = ctx.needs_input_grad[:6]
         main_w1, main_w2 = ctx.mains
         backend = ctx.backend
-        if token_R is None and row_S is not None:
+        if token_R is None:
             slot_R, token_R = slots_of_rows(row_S, offsets_E1, ctx.slots_per_token, backend=backend)
         dx = dw1 = dw2 = dgates = db1 = db2 = None
 
@@ -151,13 +142,10 @@ class _Experts(torch.autograd.Function):
         del do, a_RN
         if need_x:
             dx = input_gradient(dh_RH, w1_EHD, offsets_E1, tiles=tiles, backend=backend)
-            if token_R is None:
-                dx = clear_rows(dx, offsets_E1, backend=backend)
-            else:
-                dx = combine(
-                    dx, None, row_S, num_tokens=x.shape[0], slots_per_token=ctx.slots_per_token,
-                    slot_offsets_T1=slot_offsets_T1, backend=backend,
-                )  # fmt: skip
+            dx = combine(
+                dx, None, row_S, num_tokens=x.shape[0], slots_per_token=ctx.slots_per_token,
+                slot_offsets_T1=slot_offsets_T1, backend=backend,
+            )  # fmt: skip
         if need_b1:
             db1 = bias_gradient(dh_RH, None, None, None, offsets_E1, backend=backend)
         if need_w1:
@@ -222,61 +210,13 @@ def experts(
         raise ValueError(
             f"x_TD has {x_TD.shape[0]} tokens, the routing was made for {routing.num_tokens}"
         )
-    return _apply(
-        routing, x_TD, w1_EHD, w2_EDN, routing.gates_S, b1_EH, b2_ED, routing.token_R,
-        routing.slot_R, routing.row_S, routing.offsets_E1, routing.slot_offsets_T1,
-        routing.slots_per_token, activation, save, backend, main_grads, output_sums,
-    )  # fmt: skip
-
-
-def permuted_experts(
-    x_RD: Tensor,
-    w1_EHD: Tensor,
-    w2_EDN: Tensor,
-    offsets_E1: Tensor,
-    *,
-    gates_R: Tensor | None = None,
-    activation: str = "swiglu",
-    b1_EH: Tensor | None = None,
-    b2_ED: Tensor | None = None,
-    save: str = "h",
-    backend: str = "auto",
-    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:
-    """The experts on rows that are already sorted by expert, as an all-to-all delivers them.
-
-    Args:
-        x_RD: rows, expert e's at offsets_E1[e] … offsets_E1[e + 1] - 1.
-        offsets_E1: int32 [E + 1]; rows from its last entry on belong to no expert: their output
-            and gradient are zero.
-        gates_R: fp32 factor of each output row, or None for 1.
-
-    The other arguments, the dtype of the result and the errors are those of `experts`.
-
-    Returns:
-        y_RD, row by row.
-    """
-    if gates_R is not None and gates_R.shape != x_RD.shape[:1]:
-        raise ValueError(
-            f"gates_R has shape {tuple(gates_R.shape)}, must be {tuple(x_RD.shape[:1])}"
-        )
-    return _apply(
-        None, x_RD, w1_EHD, w2_EDN, gates_R, b1_EH, b2_ED, None, None, None, offsets_E1, None, None,
-        activation, save, backend, main_grads,
-    )  # fmt: skip
-
-
-def _apply(
-    routing, x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
-    slot_offsets_T1, slots_per_token, activation, save, backend, main_grads, output_sums=False,
-):  # fmt: skip
-    x, w1_EHD, w2_EDN, b1_EH, b2_ED = autocast_as_linear(x, w1_EHD, w2_EDN, b1_EH, b2_ED)
-    _check(x, w1_EHD, w2_EDN, b1_EH, b2_ED, offsets_E1, activation, save)
+    x, w1_EHD, w2_EDN, b1_EH, b2_ED = autocast_as_linear(x_TD, w1_EHD, w2_EDN, b1_EH, b2_ED)
+    _check(x, w1_EHD, w2_EDN, b1_EH, b2_ED, routing.offsets_E1, activation, save)
     main_w1, main_w2 = main_grads
     if backend == "spmm":
-        if routing is None or any(t is not None for t in (b1_EH, b2_ED, main_w1, main_w2)):
+        if any(t is not None for t in (b1_EH, b2_ED, main_w1, main_w2)):
             raise ValueError(
-                "backend='spmm' takes tokens and a routing, without biases and main_grads; "
+                "backend='spmm' takes no biases and no main_grads; "
                 "use 'auto', 'triton' or 'reference'"
             )
         check_spmm(w2_EDN.shape[2], save)
@@ -291,12 +231,12 @@ def _apply(
             )
     if save == "fp8_h" and (reason := why_not_float8(x)) is not None:
         raise ValueError(f"save='fp8_h' cannot be: {reason}; use 'h' or 'x'")
-    rows = (x if token_R is None else token_R).shape[0]
+    rows = routing.token_R.shape[0]
     picked = picked_backend(backend, x, w1_EHD, w2_EDN, b1_EH, b2_ED, activation, rows)
     return _Experts.apply(
-        x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
-        slot_offsets_T1, slots_per_token, activation, save, picked, torch.is_grad_enabled(),
-        main_w1, main_w2, output_sums,
+        x, w1_EHD, w2_EDN, routing.gates_S, b1_EH, b2_ED, routing.token_R, routing.slot_R,
+        routing.row_S, routing.offsets_E1, routing.slot_offsets_T1, routing.slots_per_token,
+        activation, save, picked, torch.is_grad_enabled(), main_w1, main_w2, output_sums,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ if [ -z "$tool" ]; then
 fi
 
 if [ $# -eq 0 ]; then
-    small="numbers_of_tokens and not 819 or widths or empty or no_expert or ragged or permuted"
+    small="numbers_of_tokens and not 819 or widths or empty or no_expert or ragged"
     small+=" or float8 or poisoned or left_alone or no_tokens or metadata or csr_and_csc"
     set -- tests/gpu/test_hopper.py tests/gpu/test_experts_gpu.py tests/gpu/test_router_gpu.py \
         tests/gpu/test_sparse.py -k "$small"

@@ -204,10 +204,8 @@ STILL: dict[str, list[str]] = {
         "training.report.status > training.report.plots",
     ],
     "long signatures": [
-        "moe.experts._apply (18)",
         "moe.experts.experts (11)",
         "moe.experts.forward (19)",
-        "moe.experts.permuted_experts (11)",
         "moe.mixed_experts.forward (16)",
         "parallel.engines.make_engine (11)",
         "training.optim.adamw._adamw_kernel (18)",

@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from moe.experts import experts, permuted_experts
+from moe.experts import experts
 from moe.kernels import _tiles
 from moe.kernels._tiles import Config
 from moe.kernels.activations import ACTIVATIONS
@@ -173,29 +173,6 @@ def test_operands_of_any_stride(kind: str):
     want = run_experts(values, routing, dout.contiguous(), backend="triton")
     for name in want:
         check(name, got[name], want[name], 4e-3)
-
-
-def test_permuted_rows_and_unused_ones():
-    routing = topk_routing(300, 4, 2, holes=True, device="cuda")
-    used = int(routing.offsets_E1[-1])
-    w1, w2, *_ = weights(4, 264, 40, dtype=BF16, device="cuda")
-    x = random(600, 264, dtype=BF16, device="cuda")
-    x[used:] = float("nan")
-    x.requires_grad_()
-    gates = torch.rand(600, device="cuda", requires_grad=True)
-    dout = random(600, 264, dtype=BF16, device="cuda")
-    with nan_memory():
-        out = permuted_experts(x, w1, w2, routing.offsets_E1, gates_R=gates, backend="triton")
-        dx, dgates = torch.autograd.grad(out, (x, gates), dout)
-    wide = x.detach().nan_to_num().float().requires_grad_()
-    want = permuted_experts(
-        wide, w1.float(), w2.float(), routing.offsets_E1, gates_R=gates, backend="reference"
-    )
-    dx_want, dgates_want = torch.autograd.grad(want, (wide, gates), dout.float())
-    for name, got, exact in (("out", out, want), ("dx", dx, dx_want)):
-        check(name, got, exact, BOUND[BF16])
-        assert not got[used:].any(), f"{name} of unused rows must be zero"
-    check("dgates", dgates, dgates_want, BOUND[BF16])
 
 
 def test_main_gradients():

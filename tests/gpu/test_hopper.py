@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from moe.experts import experts, permuted_experts
+from moe.experts import experts
 from moe.kernels import hopper
 from moe.kernels._tiles import row_tiles
 from moe.kernels.hopper import _configs
@@ -202,35 +202,6 @@ def test_operands_of_any_stride(kind: str):
     want = run_experts(values, routing, dout.contiguous(), backend="hopper")
     for name in want:
         assert torch.equal(got[name], want[name]), name
-
-
-def test_permuted_rows_and_unused_ones():
-    routing = topk_routing(300, 4, 2, holes=True, device="cuda")
-    used = int(routing.offsets_E1[-1])
-    w1, w2, *_ = weights(4, 264, 40, dtype=BF16, device="cuda")
-    x = random(600, 264, dtype=BF16, device="cuda")
-    x[used:] = float("nan")
-    dout = random(600, 264, dtype=BF16, device="cuda")
-    for gates in (torch.rand(600, device="cuda"), None):
-        leaves = [x.clone().requires_grad_(), w1.clone().requires_grad_()]
-        leaves += [] if gates is None else [gates.requires_grad_()]
-        wide = [t.detach().nan_to_num().float().requires_grad_() for t in leaves]
-        with nan_memory():
-            out = permuted_experts(
-                leaves[0], leaves[1], w2, routing.offsets_E1,
-                gates_R=None if gates is None else leaves[2], backend="hopper",
-            )  # fmt: skip
-            grads = torch.autograd.grad(out, leaves, dout)
-        want = permuted_experts(
-            wide[0], wide[1], w2.float(), routing.offsets_E1,
-            gates_R=None if gates is None else wide[2], backend="reference",
-        )  # fmt: skip
-        exact = torch.autograd.grad(want, wide, dout.float())
-        pairs = zip(("out", "dx", "dw1", "dgates"), (out, *grads), (want, *exact))
-        for name, got, right in pairs:
-            check(name, got, right, BOUND[BF16])
-        assert not out[used:].any()
-        assert not grads[0][used:].any()
 
 
 def test_main_gradients_and_frozen_operands():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.experts import experts, permuted_experts
+from moe.experts import experts
 from moe.kernels import _tiles
 from moe.kernels._tiles import Config
 from moe.kernels._triton import HAVE_TRITON, INTERPRET
@@ -24,7 +24,6 @@ from tests.moe.kernels.grouped_cases import (
     counted_routing,
     experts_by_hand,
     nan_memory,
-    offsets_of,
     ragged_routing,
     random,
     topk_routing,
@@ -181,44 +180,6 @@ def test_repeats_have_the_same_bits():
     for _ in range(3):
         again = _run(values, routing, dout)
         assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-# -------------------------------------------------------------------------------- permuted rows
-
-
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
-@pytest.mark.parametrize("gated", [True, False])
-def test_permuted_rows(backend: str, gated: bool):
-    """Rows in, rows out; unused rows hold NaN and give zeros."""
-    dtype = torch.float32 if backend == "triton" else F64
-    counts, used, R, D, N = [5, 0, 9], 14, 17, 12, 8
-    offsets = offsets_of(counts)
-    w1, w2, b1, b2 = (t.requires_grad_() for t in weights(3, D, N, dtype=dtype))
-    x = random(R, D, dtype=dtype)
-    x[used:] = float("nan")
-    x.requires_grad_()
-    gates = torch.rand(R, dtype=torch.float32 if backend == "triton" else F64).requires_grad_()
-    inputs = [x, w1, w2, b1, b2] + [gates] * gated
-    dout = random(R, D, dtype=dtype)
-    with _tiles.forced(**SMALL), nan_memory():
-        out = permuted_experts(
-            x, w1, w2, offsets, gates_R=gates if gated else None, b1_EH=b1, b2_ED=b2,
-            backend=backend,
-        )  # fmt: skip
-        got = torch.autograd.grad(out, inputs, dout)
-    expert_T = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
-    hand = Routing.from_topk(expert_T[:, None], torch.ones(used, 1), 3)
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    want = experts_by_hand(
-        wide[0][:used], wide[1], wide[2], hand,
-        wide[5][:used] if gated else torch.ones(used), b1_EH=wide[3], b2_ED=wide[4],
-    )  # fmt: skip
-    exact = torch.autograd.grad(want, wide, dout[:used].double())
-    check("out", out[:used], want, BOUND[dtype])
-    assert not out[used:].any()
-    for i, (a, b) in enumerate(zip(got, exact)):
-        check(f"gradient {i}", a, b, BOUND[dtype])
-    assert not got[0][used:].any()
 
 
 # ------------------------------------------------------------------------- frozen inputs, memory
@@ -452,7 +413,6 @@ def test_operators_and_their_fakes_agree():
             (torch.zeros(3, 8, 6), h, x, None, token, offsets, "reference"),
         ),
         (ops.bias_gradient, (x, token, gates, slot, offsets, "reference")),
-        (ops.clear_rows, (torch.randn(20, 6), offsets, "reference")),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
     for op, args in (  # what checks the schema does arithmetic that float8 has not
@@ -491,12 +451,6 @@ def test_errors_name_what_is_wrong(change: dict, message: str):
     tensors = [args.pop(k) for k in ("x", "w1", "w2")]
     with pytest.raises(ValueError, match=message):
         experts(*tensors, routing, **args)
-
-
-def test_gates_of_permuted_rows_must_fit():
-    w1, w2, *_ = weights(3, 6, 4)
-    with pytest.raises(ValueError, match=r"gates_R has shape \(4,\), must be \(5,\)"):
-        permuted_experts(torch.zeros(5, 6), w1, w2, offsets_of([1, 2, 2]), gates_R=torch.zeros(4))
 
 
 @needs_interpreter
