@@ -1,7 +1,7 @@
 # Sourced by quickstart.sh and test.sh: a virtual environment in .venv with this project in it.
 #
 #   setup_transformers_457 transformers 4.57 in a folder of its own, for tests
-#   setup_venv EXTRAS     EXTRAS like "" or "dev"; sets PY to the environment's Python
+#   setup_venv EXTRAS     EXTRAS like "train" or "dev,deepspeed"; sets PY to the environment's Python
 #
 # PyTorch is the one choice to make, as its builds differ by gigabytes:
 #   1. an installed PyTorch of a supported version is kept, in .venv or in the Python below it;
@@ -92,14 +92,14 @@ setup_venv() {
             die "$base cannot make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv"
         }
     fi
-    stamp=$ROOT/.venv/.tessera-$(cksum <"$ROOT/pyproject.toml" | tr ' ' '-')-${extras:-base}
+    stamp=$ROOT/.venv/.tessera-$(cksum <"$ROOT/pyproject.toml" | tr ' ' '-')-$extras
     [ -e "$stamp" ] && return
     has_torch "$PY" || install_torch
     # The PyTorch that is there now must stay: another package must not replace it.
     "$PY" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$ROOT/.venv/torch.pin"
     say "installing Tessera and what it needs"
     "$PY" -m pip install -qq --disable-pip-version-check -c "$ROOT/.venv/torch.pin" \
-        -e "$ROOT${extras:+[$extras]}" || die "pip could not install the project; its message stands above"
+        -e "$ROOT[$extras]" || die "pip could not install the project; its message stands above"
     touch "$stamp"
 }
 

@@ -55,17 +55,18 @@ def python_version() -> Iterator[Check]:
 
 
 def requirements() -> list[str]:
-    """What pyproject.toml requires, without extras; by pattern, as Python 3.10 reads no TOML."""
+    """What the layer and the training stack require, of pyproject.toml; by pattern, as Python 3.10
+    reads no TOML."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    block = text[text.index("\ndependencies = [") : text.index("\n]", text.index("\ndependencies"))]
-    return re.findall(r'^\s*"([^"]+)",?$', block, re.MULTILINE)
+    blocks = re.findall(r"^(?:dependencies|train) = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    return re.findall(r'^\s*"([^"]+)",?$', "".join(blocks), re.MULTILINE)
 
 
 def packages() -> Iterator[Check]:
     try:
         from packaging.requirements import Requirement
     except ImportError:
-        yield Check("problem", "the package 'packaging' is missing", "pip install -e .")
+        yield Check("problem", "the package 'packaging' is missing", "pip install -e '.[train]'")
         return
     good = []
     for text in requirements():

@@ -25,7 +25,7 @@ done
 run=$dir/$name
 
 begin=$SECONDS
-setup_venv "$(command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo gpu || true)"
+setup_venv "$(command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo gpu || echo train)"
 installed=$((SECONDS - begin))
 
 # Nothing here needs a hub, and asking for one that cannot be reached would take long.

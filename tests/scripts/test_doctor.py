@@ -31,7 +31,8 @@ def test_requirements_are_those_of_the_project_file(doctor):
     names = doctor.requirements()
     assert any(text.startswith("torch>=") for text in names)
     assert any(text.startswith("triton>=") and "sys_platform" in text for text in names)
-    assert not any(text.startswith("pytest") for text in names), "that is an extra"
+    assert any(text.startswith("transformers>=") for text in names), "train.py needs it"
+    assert not any(text.startswith("pytest") for text in names), "that is another extra"
 
 
 def test_missing_and_outdated_packages(doctor, monkeypatch):

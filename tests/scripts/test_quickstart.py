@@ -108,7 +108,7 @@ def test_whole_course_on_a_fresh_machine_with_a_cpu_build_on_the_index(machine):
     assert venv.startswith("-m venv ")
     assert "--system-site-packages" not in venv
     assert torch.endswith(" torch==2.13.0+cpu"), "the newest CPU build inside the range"
-    assert f"-c {machine.project}/.venv/torch.pin -e {machine.project}" in project
+    assert f"-c {machine.project}/.venv/torch.pin -e {machine.project}[train]" in project
     assert (machine.project / ".venv/torch.pin").read_text() == "torch==2.13.0+cpu\n"
     run = "elsewhere/try"
     assert rest == [

@@ -88,12 +88,8 @@ def field_names() -> dict[str, list[str]]:
 
 
 def default_config_path() -> Path:
-    """configs/quickstart.yaml of this repository, or its copy in an installed package."""
-    for base in (ROOT, Path(sys.prefix) / "share" / "tessera"):
-        path = base / "configs" / "quickstart.yaml"
-        if path.is_file():
-            return path
-    raise ConfigError("configs/quickstart.yaml is missing from this installation")
+    """configs/quickstart.yaml of this repository."""
+    return ROOT / "configs" / "quickstart.yaml"
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
