@@ -24,8 +24,8 @@ from torch.nn.attention.varlen import varlen_attn
 from models.config import ModelConfig
 from models.norm import RMSNorm
 from models.rope import Rotation, rotate
-from moe.kernels._autograd import first_order
-from moe.kernels._triton import on_gpu
+from moe.kernels.common.autograd import first_order
+from moe.kernels.common.backend import on_gpu
 
 # Options of varlen_attn; they differ between PyTorch 2.10 and 2.13.
 _VARLEN = frozenset(inspect.signature(varlen_attn).parameters)

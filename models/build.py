@@ -21,7 +21,7 @@ from models.config import ModelConfig
 from models.first_weights import DEFAULT, FirstWeights
 from models.transformer import Decoder
 from moe import Router
-from moe.kernels.ragged import Widths
+from moe.kernels.grouped.ragged import Widths
 
 Kind = Literal["embedding", "norm", "bias", "router", "expert", "attention", "mlp", "head"]
 

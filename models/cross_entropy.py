@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import check_resolved, launch, next_power_of_2, tl, triton
+from moe.kernels.common.backend import check_resolved, next_power_of_2, tl, triton
+from moe.kernels.common.launch import launch
 
 IGNORED = -100
 """Label of a token without a target."""

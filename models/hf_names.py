@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from models.config import ModelConfig
 from models.errors import UserError
-from moe.kernels.ragged import Widths
+from moe.kernels.grouped.ragged import Widths
 
 
 @dataclass(frozen=True)

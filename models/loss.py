@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from models.cross_entropy import IGNORED, cross_entropy
-from moe.kernels._autograd import first_order
-from moe.kernels._triton import on_gpu, pick_backend
+from moe.kernels.common.autograd import first_order
+from moe.kernels.common.backend import on_gpu, pick_backend
 
 __all__ = ["IGNORED", "default_chunk", "linear_cross_entropy", "loss_backend"]
 

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from moe.kernels import hopper
-from moe.kernels._autograd import first_order
-from moe.kernels._grouped import gather_rows_ref
-from moe.kernels._tiles import RowTiles, row_tiles
-from moe.kernels._triton import pick_backend
-from moe.kernels.activations import activation_width
-from moe.kernels.combine import combine
-from moe.kernels.down_backward import down_backward
-from moe.kernels.down_forward import down_forward
-from moe.kernels.float8_rows import from_float8, to_float8
-from moe.kernels.float8_rows import why_not as why_not_float8
-from moe.kernels.input_gradient import input_gradient
-from moe.kernels.routing_metadata import slots_of_rows
-from moe.kernels.up_forward import up_forward
-from moe.kernels.weight_gradient import bias_gradient, weight_gradient
+from moe.kernels.common.activations import activation_width
+from moe.kernels.common.autograd import first_order
+from moe.kernels.common.backend import pick_backend
+from moe.kernels.common.reference import gather_rows_ref
+from moe.kernels.common.tiles import RowTiles, row_tiles
+from moe.kernels.grouped.combine import combine
+from moe.kernels.grouped.down_backward import down_backward
+from moe.kernels.grouped.down_forward import down_forward
+from moe.kernels.grouped.float8_rows import from_float8, to_float8
+from moe.kernels.grouped.float8_rows import why_not as why_not_float8
+from moe.kernels.grouped.input_gradient import input_gradient
+from moe.kernels.grouped.up_forward import up_forward
+from moe.kernels.grouped.weight_gradient import bias_gradient, weight_gradient
+from moe.kernels.routing.routing_metadata import slots_of_rows
 from moe.routing import Routing
 from moe.sparse.experts import check_spmm, spmm_experts
 
@@ -182,7 +182,7 @@ def experts(
         w2_EDN: down-projections.
         routing: who goes where, with which gate; any number of experts per token.
         activation: swiglu, geglu, reglu (gated), relu2, gelu or silu; see
-            `moe.kernels.activations`.
+            `moe.kernels.common.activations`.
         b1_EH, b2_ED: biases or None.
         save: what is kept for backward of the pre-activations: "h" all, "fp8_h" a float8 copy with
             a scale for each row (half the bytes, gradients 3 to 4 % off by norm; bfloat16 and

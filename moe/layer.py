@@ -20,10 +20,10 @@ from moe.balance import quantiles, sequence_sum
 from moe.capacity import limit_capacity
 from moe.control import RouterControl
 from moe.experts import SAVE, experts
-from moe.kernels._triton import BACKENDS
-from moe.kernels.activations import activation_of, activation_width
-from moe.kernels.ragged import Widths
-from moe.kernels.topk_gating import Gating, MadeOf
+from moe.kernels.common.activations import activation_of, activation_width
+from moe.kernels.common.backend import BACKENDS
+from moe.kernels.grouped.ragged import Widths
+from moe.kernels.routing.topk_gating import Gating, MadeOf
 from moe.metrics import RouterStats
 from moe.mixed_experts import check_widths, mixed_experts
 from moe.rounding import RoundingConfig, dropped_pair_gradient, dropped_pairs, round_tokens
@@ -61,7 +61,7 @@ class MoEConfig:
     num_experts_per_tok: int
     """K."""
     score: str = "softmax"
-    """softmax | sigmoid | sqrtsoftplus | identity; definitions in `moe.kernels.topk_gating`. Or
+    """softmax | sigmoid | sqrtsoftplus | identity; see `moe.kernels.routing.topk_gating`. Or
     relu: a token goes to every expert whose logit is above zero, with that as its gate; K is what
     `control.l1_start` makes the mean (ReMoE, arXiv 2412.14711)."""
     relu_most: int | None = None
@@ -78,7 +78,7 @@ class MoEConfig:
     group_top: int = 2
     """Scores that make a group's score; read when groups_kept < groups."""
     activation: str = "swiglu"
-    """One of `moe.kernels.activations.ACTIVATIONS`."""
+    """One of `moe.kernels.common.activations.ACTIVATIONS`."""
     shared_expert_size: int = 0
     """Inner width of the expert that every token uses; 0 = none."""
     expert_widths: tuple[int, ...] | None = None

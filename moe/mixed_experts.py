@@ -1,9 +1,10 @@
 """Experts of different widths: out[t] = sum over its experts of gate · activation(x W1ᵀ) W2.
 
-As `moe.experts`, with the weights of all experts behind one another (`moe.kernels.ragged`): W1
-[P, D] and W2 [U, D] have rows for the units that there are, and no product is padded to the widest
-expert. Kept for backward: X, H, the gates and indices. H's rows are as long as the widest expert's;
-what is beyond an expert's width there is memory that nothing touches.
+As `moe.experts`, with the weights of all experts behind one another
+(`moe.kernels.grouped.ragged`): W1 [P, D] and W2 [U, D] have rows for the units that there are, and
+no product is padded to the widest expert. Kept for backward: X, H, the gates and indices. H's rows
+are as long as the widest expert's; what is beyond an expert's width there is memory that nothing
+touches.
 
 Wide experts beside narrow ones after HMoE (arXiv 2408.10681).
 
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from moe.experts import autocast_as_linear
-from moe.kernels import ragged
-from moe.kernels._autograd import first_order
-from moe.kernels._triton import pick_backend
-from moe.kernels.activations import activation_width
-from moe.kernels.combine import combine
-from moe.kernels.ragged import Widths
-from moe.kernels.weight_gradient import bias_gradient
+from moe.kernels.common.activations import activation_width
+from moe.kernels.common.autograd import first_order
+from moe.kernels.common.backend import pick_backend
+from moe.kernels.grouped import ragged
+from moe.kernels.grouped.combine import combine
+from moe.kernels.grouped.ragged import Widths
+from moe.kernels.grouped.weight_gradient import bias_gradient
 from moe.routing import Routing
 
 BACKENDS = ("reference", "triton")

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.kernels._autograd import first_order
-from moe.kernels._triton import pick_backend
-from moe.kernels.token_rounding import CAP_UNIT, RENORMS, VARIANTS, token_rounding
-from moe.kernels.topk_gating import Gating
+from moe.kernels.common.autograd import first_order
+from moe.kernels.common.backend import pick_backend
+from moe.kernels.routing.token_rounding import CAP_UNIT, RENORMS, VARIANTS, token_rounding
+from moe.kernels.routing.topk_gating import Gating
 from moe.routing import Routing
 
 DROPPED_GRADS = ("none", "default")

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.kernels.router_logits import router_logits
-from moe.kernels.routing_metadata import RoutingMetadata
-from moe.kernels.topk_gating import (
+from moe.kernels.routing.router_logits import router_logits
+from moe.kernels.routing.routing_metadata import RoutingMetadata
+from moe.kernels.routing.topk_gating import (
     MOST_PER_TOKEN,
     Gating,
     MadeOf,
@@ -357,7 +357,7 @@ class Router(nn.Module):
         select_TE: Tensor | None = None,
         made_of: MadeOf | None = None,
     ) -> Gating:
-        """Experts, gates and statistics of [T, E] logits; see `moe.kernels.topk_gating`.
+        """Experts, gates and statistics of [T, E] logits; see `moe.kernels.routing.topk_gating`.
 
         Args:
             select_TE: logits that choose the experts in place of `logits_TE`, which then gives

@@ -28,9 +28,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe.kernels._autograd import first_order
-from moe.kernels.activations import activation_ref
-from moe.kernels.token_rounding import weights_ref
+from moe.kernels.common.activations import activation_ref
+from moe.kernels.common.autograd import first_order
+from moe.kernels.routing.token_rounding import weights_ref
 from moe.router import probabilities
 from moe.routing import Routing
 

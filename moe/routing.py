@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.kernels.routing_metadata import RoutingMetadata, routing_metadata
+from moe.kernels.routing.routing_metadata import RoutingMetadata, routing_metadata
 
 # Checks that must read device memory (ids in range, pairs sorted) run only when asked for: they
 # stall the GPU's queue. TESSERA_DEBUG=1 turns them on, `Routing.validate` runs them once.
@@ -60,7 +60,7 @@ class Routing:
             expert_TK: int32 or int64 [T, K]; -1 = no expert.
             gate_TK: float [T, K]; its gradient is that of `gates_S`.
             num_experts: E.
-            backend: who sorts, see `moe.kernels.routing_metadata`.
+            backend: who sorts, see `moe.kernels.routing.routing_metadata`.
             meta: what the sort would give, where it is known already (`topk_routing`).
 
         Raises:
@@ -106,7 +106,7 @@ class Routing:
             gate_P: float [P]; its gradient is that of `gates_S`.
             num_tokens: T.
             num_experts: E.
-            backend: who sorts, see `moe.kernels.routing_metadata`.
+            backend: who sorts, see `moe.kernels.routing.routing_metadata`.
 
         Raises:
             ValueError: lengths differ; under TESSERA_DEBUG=1 also tokens out of order or range.

@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from moe.kernels.activations import activation_width
+from moe.kernels.common.activations import activation_width
 from moe.layer import MoE
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from moe import MoE, MoEConfig, Routing
 from moe.experts import autocast_as_linear, experts
-from moe.kernels._triton import pick_backend
+from moe.kernels.common.backend import pick_backend
 from moe.metrics import RouterStats
 from moe.router_gradient import Dots, dense_gradient
 from parallel.dense_gradient import DotsOverRanks

@@ -64,7 +64,7 @@ def imported_modules(node: ast.AST) -> set[str]:
 
 
 def test_everything_imports_without_triton():
-    """Only moe/kernels/_triton.py imports it outright; others where it is known to be there."""
+    """Only common/backend.py imports it outright; others where it is known to be there."""
     outright = [
         name(path)
         for path in PACKAGE_SOURCES

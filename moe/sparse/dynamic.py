@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe.kernels._grouped import expert_of_rows, used_rows
-from moe.kernels._triton import pick_backend
-from moe.kernels.up_forward import up_forward
+from moe.kernels.common.backend import pick_backend
+from moe.kernels.common.reference import expert_of_rows, used_rows
+from moe.kernels.grouped.up_forward import up_forward
 from moe.routing import Routing
 from moe.sparse.formats import BCSR, CSR
 

@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels._autograd import first_order
-from moe.kernels._grouped import define_op, expert_of_rows, used_rows
-from moe.kernels._triton import pick_backend
-from moe.kernels.activations import activation_backward_ref, activation_ref, activation_width
+from moe.kernels.common.activations import activation_backward_ref, activation_ref, activation_width
+from moe.kernels.common.autograd import first_order
+from moe.kernels.common.backend import pick_backend
+from moe.kernels.common.ops import define_op
+from moe.kernels.common.reference import expert_of_rows, used_rows
 from moe.routing import Routing
 from moe.sparse.formats import CSR
 from moe.sparse.pattern import Pattern

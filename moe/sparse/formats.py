@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import pick_backend
-from moe.kernels.spmm import spmm
+from moe.kernels.common.backend import pick_backend
+from moe.kernels.sparse.spmm import spmm
 from moe.sparse.pattern import INDEX, Pattern
 
 

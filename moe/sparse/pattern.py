@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.kernels.spmm import Split, chunk_size, split_rows
+from moe.kernels.sparse.spmm import Split, chunk_size, split_rows
 
 INDEX = (torch.int32, torch.int64)
 
@@ -108,7 +108,7 @@ class Pattern:
 
     @property
     def split(self) -> Split | None:
-        """Items of work for `moe.kernels.spmm`; None where every row is short."""
+        """Items of work for `moe.kernels.sparse.spmm`; None where every row is short."""
         return self._derive("split", self._find_split)
 
     def _find_split(self) -> Split | None:

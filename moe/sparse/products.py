@@ -17,12 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels import block_products
-from moe.kernels import sddmm as _sddmm
-from moe.kernels import spmm as _spmm
-from moe.kernels import spread as _spread
-from moe.kernels._autograd import first_order
-from moe.kernels._triton import pick_backend
+from moe.kernels.common.autograd import first_order
+from moe.kernels.common.backend import pick_backend
+from moe.kernels.routing import spread as _spread
+from moe.kernels.sparse import block_products
+from moe.kernels.sparse import sddmm as _sddmm
+from moe.kernels.sparse import spmm as _spmm
 from moe.sparse.formats import BCSR, COO, CSC, CSR
 from moe.sparse.pattern import Pattern
 

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels._autograd import first_order
-from moe.kernels.combine import combine
+from moe.kernels.common.autograd import first_order
+from moe.kernels.grouped.combine import combine
 from parallel.exchange.transport import Pending, Split, Transport
 
 # --- what goes over the wire ----------------------------------------------------------------------

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.kernels._autograd import first_order
-from moe.kernels.routing_metadata import routing_metadata
+from moe.kernels.common.autograd import first_order
+from moe.kernels.routing.routing_metadata import routing_metadata
 from moe.routing import Routing
 from parallel.exchange.all_to_all import Copies
 from parallel.exchange.transport import Split

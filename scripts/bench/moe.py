@@ -34,13 +34,14 @@ import torch
 import torch.nn.functional as F
 
 from moe.experts import experts
-from moe.kernels import _tiles, hopper
-from moe.kernels._rows import rows_triton
-from moe.kernels.combine import combine
-from moe.kernels.down_backward import down_backward_triton
-from moe.kernels.routing_metadata import tile_schedule
-from moe.kernels.up_forward import up_forward_triton
-from moe.kernels.weight_gradient import weight_gradient_triton
+from moe.kernels import hopper
+from moe.kernels.common import tiles as _tiles
+from moe.kernels.grouped.combine import combine
+from moe.kernels.grouped.down_backward import down_backward_triton
+from moe.kernels.grouped.rows import rows_triton
+from moe.kernels.grouped.up_forward import up_forward_triton
+from moe.kernels.grouped.weight_gradient import weight_gradient_triton
+from moe.kernels.routing.routing_metadata import tile_schedule
 from moe.rounding import RoundingConfig
 from moe.routing import Routing
 from scripts.bench.harness import (
@@ -390,7 +391,7 @@ def hopper_launches(x, w1, w2, h, a, slots) -> dict[str, tuple[list, Callable]]:
     """Product → (configurations, launch) of the Hopper kernels; empty where they cannot run."""
     if torch.cuda.get_device_capability()[0] != 9 or hopper.missing() is not None:
         return {}
-    from moe.kernels.hopper._configs import CONFIGS
+    from moe.kernels.hopper.configs import CONFIGS
     from moe.kernels.hopper.down_backward import down_backward_hopper
     from moe.kernels.hopper.outer import weight_gradient_hopper
     from moe.kernels.hopper.rows import rows_hopper, up_forward_hopper

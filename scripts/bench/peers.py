@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.experts import experts
-from moe.kernels.router_logits import router_logits
-from moe.kernels.topk_gating import topk_gating, topk_routing
+from moe.kernels.routing.router_logits import router_logits
+from moe.kernels.routing.topk_gating import topk_gating, topk_routing
 from moe.rounding import RoundingConfig, round_tokens
 from moe.routing import Routing
 from scripts.bench.harness import DEVICE, median_ms

@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from moe.kernels import topk_gating as kernels
-from moe.kernels.topk_gating import topk_gating, topk_gating_ref, topk_routing
+from moe.kernels.routing import topk_gating as kernels
+from moe.kernels.routing.topk_gating import topk_gating, topk_gating_ref, topk_routing
 from moe.rounding import RoundingConfig, round_tokens
 from moe.routing import Routing
 from scripts.bench.harness import (

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from moe.experts import experts
-from moe.kernels.ragged import Widths
+from moe.kernels.grouped.ragged import Widths
 from moe.mixed_experts import mixed_experts
 from moe.routing import Routing
 from moe.sparse import BCSR, CSR, Pattern, gather, sddmm, spmm

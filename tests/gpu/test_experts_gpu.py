@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from moe.experts import experts
-from moe.kernels import _tiles
-from moe.kernels._tiles import Config
-from moe.kernels.activations import ACTIVATIONS
-from moe.kernels.float8_rows import from_float8, to_float8
+from moe.kernels.common import tiles as _tiles
+from moe.kernels.common.activations import ACTIVATIONS
+from moe.kernels.common.tiles import Config
+from moe.kernels.grouped.float8_rows import from_float8, to_float8
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,

@@ -13,9 +13,9 @@ import torch
 
 from moe.experts import experts
 from moe.kernels import hopper
-from moe.kernels._tiles import row_tiles
-from moe.kernels.hopper import _configs
-from moe.kernels.hopper._configs import CONFIGS, Config, forced
+from moe.kernels.common.tiles import row_tiles
+from moe.kernels.hopper import configs as _configs
+from moe.kernels.hopper.configs import CONFIGS, Config, forced
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -132,7 +132,7 @@ def test_c16_untuned_configurations_are_checked_before_they_run(monkeypatch):
     checked = {kernel for kernel, *_ in _configs._errors}
     assert checked == {"up", "rows", "down_backward", "outer_left", "outer_right"}
     assert max(_configs._errors.values()) < 1e-2
-    from moe.kernels.hopper import _selftest
+    from moe.kernels.hopper import selftest as _selftest
 
     monkeypatch.setattr(_selftest, "error", None)  # nothing is checked again
     run_experts(values, routing, dout, backend="hopper")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.kernels import _triton
-from moe.kernels._triton import HAVE_TRITON, launch, tl, triton
+from moe.kernels.common import launch as launch_module
+from moe.kernels.common.backend import HAVE_TRITON, tl, triton
+from moe.kernels.common.launch import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +23,7 @@ if HAVE_TRITON:
 
 
 def test_every_class_of_arguments_gets_its_own_kernel(monkeypatch):
-    monkeypatch.setattr(_triton, "_compiled", {})
+    monkeypatch.setattr(launch_module, "_compiled", {})
     memory = torch.randn(5000, device="cuda")
     for _ in range(2):
         for dtype in (torch.float32, torch.float16):
@@ -40,7 +41,7 @@ def test_every_class_of_arguments_gets_its_own_kernel(monkeypatch):
 
 
 def test_the_second_launch_asks_triton_for_nothing(monkeypatch):
-    monkeypatch.setattr(_triton, "_compiled", {})
+    monkeypatch.setattr(launch_module, "_compiled", {})
     x = torch.ones(64, device="cuda")
     out = torch.empty_like(x)
     for factor in (2, 3):

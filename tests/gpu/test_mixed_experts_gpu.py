@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.kernels import _tiles, ragged
-from moe.kernels.ragged import Widths
+from moe.kernels.common import tiles as _tiles
+from moe.kernels.grouped import ragged
+from moe.kernels.grouped.ragged import Widths
 from moe.mixed_experts import mixed_experts
 from tests.moe.kernels.grouped_cases import (
     counted_routing,

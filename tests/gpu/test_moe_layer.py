@@ -15,7 +15,7 @@ from moe import (
     z_loss,
 )
 from moe.control import RouterControl, begin_step, update_routers
-from moe.kernels.router_logits import router_logits
+from moe.kernels.routing.router_logits import router_logits
 from moe.rounding import RoundingConfig
 from tests.moe.oracle import make_layer
 

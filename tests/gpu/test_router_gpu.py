@@ -9,10 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.kernels import _triton, hopper
-from moe.kernels import topk_gating as module
-from moe.kernels.routing_metadata import routing_metadata, tile_schedule
-from moe.kernels.topk_gating import NORMS, SCORES, topk_gating, topk_routing
+from moe.kernels import hopper
+from moe.kernels.common import launch as launch_module
+from moe.kernels.routing import topk_gating as module
+from moe.kernels.routing.routing_metadata import routing_metadata, tile_schedule
+from moe.kernels.routing.topk_gating import NORMS, SCORES, topk_gating, topk_routing
 from moe.rounding import RoundingConfig, dropped_pairs, round_tokens
 
 pytestmark = pytest.mark.gpu
@@ -304,7 +305,7 @@ def test_calls_on_other_streams_and_in_graphs_do_not_meet(set_aside, monkeypatch
     graph = torch.cuda.CUDAGraph()
     with monkeypatch.context() as patch:
         if not set_aside:
-            patch.setattr(_triton, "_unused_counters", {})
+            patch.setattr(launch_module, "_unused_counters", {})
         with torch.cuda.graph(graph, stream=streams[0]):
             captured = route()
     results = [captured]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moe.experts import experts
-from moe.kernels import block_products
-from moe.kernels import sddmm as sddmm_kernel
-from moe.kernels import spmm as spmm_kernel
-from moe.kernels import spread as spread_kernel
-from moe.kernels.spmm import split_rows
+from moe.kernels.routing import spread as spread_kernel
+from moe.kernels.sparse import block_products
+from moe.kernels.sparse import sddmm as sddmm_kernel
+from moe.kernels.sparse import spmm as spmm_kernel
+from moe.kernels.sparse.spmm import split_rows
 from moe.routing import Routing
 from moe.sparse import BCSR, CSR, Pattern, gather, routing_csr, sdd, spmm
 from moe.sparse.experts import spmm_experts

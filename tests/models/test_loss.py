@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from models.cross_entropy import cross_entropy_ref, cross_entropy_triton
 from models.loss import default_chunk, linear_cross_entropy, loss_backend
-from moe.kernels._triton import INTERPRET
+from moe.kernels.common.backend import INTERPRET
 
 
 def inputs(tokens: int, width: int, words: int, dtype=torch.float64):

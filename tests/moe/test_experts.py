@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.experts import experts
-from moe.kernels import _tiles
-from moe.kernels._tiles import Config
-from moe.kernels._triton import HAVE_TRITON, INTERPRET
-from moe.kernels.activations import ACTIVATIONS
+from moe.kernels.common import tiles as _tiles
+from moe.kernels.common.activations import ACTIVATIONS
+from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
+from moe.kernels.common.tiles import Config
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,

@@ -9,11 +9,12 @@ import torch
 
 from moe.balance import flop_weights
 from moe.experts import experts
-from moe.kernels import _tiles, ragged
-from moe.kernels._tiles import Config
-from moe.kernels._triton import HAVE_TRITON, INTERPRET, interpreter_faults
-from moe.kernels.activations import ACTIVATIONS
-from moe.kernels.ragged import Widths
+from moe.kernels.common import tiles as _tiles
+from moe.kernels.common.activations import ACTIVATIONS
+from moe.kernels.common.backend import HAVE_TRITON, INTERPRET, interpreter_faults
+from moe.kernels.common.tiles import Config
+from moe.kernels.grouped import ragged
+from moe.kernels.grouped.ragged import Widths
 from moe.layer import MoE, MoEConfig
 from moe.mixed_experts import mixed_experts
 from tests.moe.kernels.grouped_cases import (

@@ -7,9 +7,9 @@ import torch
 
 from moe import MoE, MoEConfig
 from moe import rounding as module
-from moe.kernels._triton import INTERPRET
-from moe.kernels.token_rounding import VARIANTS
-from moe.kernels.topk_gating import topk_gating
+from moe.kernels.common.backend import INTERPRET
+from moe.kernels.routing.token_rounding import VARIANTS
+from moe.kernels.routing.topk_gating import topk_gating
 from moe.rounding import (
     RoundingConfig,
     dropped_pair_gradient,
@@ -131,7 +131,7 @@ def test_capacity_takes_its_ceiling_last():
     z = torch.full((5, 4), -9.0)
     z[:, 0], z[:, 1] = 2.0, 1.0
     g = topk_gating(z, 2)
-    from moe.kernels.token_rounding import CAP_UNIT, target_counts_ref
+    from moe.kernels.routing.token_rounding import CAP_UNIT, target_counts_ref
 
     args = (g.counts_E, torch.tensor(5), 2, "nearest", 1)
     assert target_counts_ref(*args, cap=int(1.25 * CAP_UNIT)).tolist() == [4, 4, 0, 0]

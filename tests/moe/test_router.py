@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe import MoE, MoEConfig, Router
-from moe.kernels.topk_gating import topk_gating
+from moe.kernels.routing.topk_gating import topk_gating
 from moe.router import gates_at, probabilities
 from tests.moe.oracle import FORMS, logits_layer, make_layer
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from moe.kernels._triton import INTERPRET
+from moe.kernels.common.backend import INTERPRET
 from tests.moe.kernels.compile_sm90 import compile_only, needs_tools, report, rows_of
 from training.optim.adamw import (
     Rates,

@@ -4,7 +4,7 @@ The model is built from tensors that have shapes and no content (`FakeTensorMode
 backward go through the real code, and every allocation is counted while it lives. So what autograd
 keeps, activation checkpointing, the loss's chunks, and when gradients come to be are those of the
 code as it is. For a GPU the tensors are still on the CPU but go the way of CUDA tensors
-(`moe.kernels._triton.as_on_gpu`): nothing of CUDA is needed.
+(`moe.kernels.common.backend.as_on_gpu`): nothing of CUDA is needed.
 
 Compiled blocks are traced and divided as torch.compile does it (AOTAutograd with the min-cut
 partitioner, which decides what is kept for backward); of the operations in between, those that
@@ -40,8 +40,8 @@ from models.documents import Documents
 from models.execution import apply_checkpointing, products_are_kept
 from models.transformer import Block
 from moe.control import begin_step
-from moe.kernels._autograd import first_order
-from moe.kernels._triton import as_on_gpu
+from moe.kernels.common.autograd import first_order
+from moe.kernels.common.backend import as_on_gpu
 
 RMS_NORM = F.rms_norm
 ADD_PRODUCT = loss.add_product

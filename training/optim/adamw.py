@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import cdiv, launch, on_device, pick_backend, tl, triton
+from moe.kernels.common.backend import cdiv, pick_backend, tl, triton
+from moe.kernels.common.launch import launch, on_device
 
 _WORD = 0xFFFFFFFF
 

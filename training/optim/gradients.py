@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import cdiv, launch, on_device, pick_backend, tl, triton
+from moe.kernels.common.backend import cdiv, pick_backend, tl, triton
+from moe.kernels.common.launch import launch, on_device
 from training.optim.adamw import bits, widen
 
 

@@ -13,7 +13,7 @@ from models.attention import packed_backend
 from models.loss import loss_backend
 from moe.control import routers_of
 from moe.experts import picked_backend
-from moe.kernels._triton import pick_backend
+from moe.kernels.common.backend import pick_backend
 from training.checkpoint.files import NonFiniteWeights
 from training.config.expert_checks import start_experts
 from training.config.export_compat import acting

@@ -21,7 +21,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from moe.kernels._triton import HAVE_TRITON, INTERPRET, capability, triton
+from moe.kernels.common.backend import HAVE_TRITON, INTERPRET, capability, triton
 
 checked: set[torch.device] = set()
 """Devices on which this process has compared kernels with float32 (`_configs.pick_config`)."""

@@ -24,11 +24,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels._networks import merge_descending, runner_up, sort_descending, top_of
-from moe.kernels._triton import cdiv, launch, next_power_of_2, tl
-from moe.kernels.hopper._device import barrier, gl, gluon
+from moe.kernels.common.backend import cdiv, next_power_of_2, tl
+from moe.kernels.common.launch import launch
+from moe.kernels.common.networks import merge_descending, runner_up, sort_descending, top_of
+from moe.kernels.hopper.device import barrier, gl, gluon
 from moe.kernels.hopper.placing import place_pairs
-from moe.kernels.topk_gating import (
+from moe.kernels.routing.topk_gating import (
     EMPTY_KEY,
     NORM_CODE,
     SCORE_CODE,

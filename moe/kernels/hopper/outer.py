@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe.kernels._triton import cdiv, launch
-from moe.kernels._tuning import size_class
-from moe.kernels.hopper._configs import Config, addressable, pick_config, programs
-from moe.kernels.hopper._descriptors import plain, ragged
-from moe.kernels.hopper._device import (
+from moe.kernels.common.backend import cdiv
+from moe.kernels.common.launch import launch
+from moe.kernels.common.tuning import size_class
+from moe.kernels.hopper.configs import Config, addressable, pick_config, programs
+from moe.kernels.hopper.descriptors import plain, ragged
+from moe.kernels.hopper.device import (
     FAR,
     async_copy,
     fence_async_shared,

@@ -20,9 +20,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels._networks import stack
-from moe.kernels._triton import INTERPRET, launch, next_power_of_2, tl, triton
-from moe.kernels.routing_metadata import clear_tail, popcount
+from moe.kernels.common.backend import INTERPRET, next_power_of_2, tl, triton
+from moe.kernels.common.launch import launch
+from moe.kernels.common.networks import stack
+from moe.kernels.routing.routing_metadata import clear_tail, popcount
 
 
 @triton.jit(do_not_specialize=["tiles"])

@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels._tiles import RowTiles
-from moe.kernels._triton import cdiv, launch
-from moe.kernels._tuning import size_class
-from moe.kernels.hopper._configs import Config, addressable, pick_config, programs
-from moe.kernels.hopper._descriptors import plain, ragged
-from moe.kernels.hopper._device import (
+from moe.kernels.common.backend import cdiv
+from moe.kernels.common.launch import launch
+from moe.kernels.common.tiles import RowTiles
+from moe.kernels.common.tuning import size_class
+from moe.kernels.hopper.configs import Config, addressable, pick_config, programs
+from moe.kernels.hopper.descriptors import plain, ragged
+from moe.kernels.hopper.device import (
     FAR,
     arrive_behind,
     async_copy,

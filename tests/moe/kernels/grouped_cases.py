@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe.experts import experts
-from moe.kernels.activations import ACTIVATIONS
+from moe.kernels.common.activations import ACTIVATIONS
 from moe.routing import Routing
 
 # Relative error by norm that a dtype's rounding explains; see moe/kernels for where roundings are.

@@ -10,12 +10,12 @@ import torch
 
 from models.cross_entropy import cross_entropy
 from moe import kernels
-from moe.kernels._grouped import define_op
-from moe.kernels.down_backward import down_backward
-from moe.kernels.down_forward import down_forward
-from moe.kernels.input_gradient import input_gradient
-from moe.kernels.up_forward import up_forward
-from moe.kernels.weight_gradient import weight_gradient
+from moe.kernels.common.ops import define_op
+from moe.kernels.grouped.down_backward import down_backward
+from moe.kernels.grouped.down_forward import down_forward
+from moe.kernels.grouped.input_gradient import input_gradient
+from moe.kernels.grouped.up_forward import up_forward
+from moe.kernels.grouped.weight_gradient import weight_gradient
 
 E, R, D, N = 2, 3, 16, 8
 OFFSETS = torch.tensor([0, 1, 3], dtype=torch.int32)
@@ -71,10 +71,10 @@ def test_c7_what_the_hopper_kernels_would_leave_out_is_refused(call, reason: str
 
 
 def test_c7_every_operator_refuses_a_backend_that_is_not_resolved():
-    names = [info.name for info in pkgutil.iter_modules(kernels.__path__)]
+    names = [info.name for info in pkgutil.walk_packages(kernels.__path__, "moe.kernels.")]
     checked = 0
     for name in names:
-        for op in vars(importlib.import_module(f"moe.kernels.{name}")).values():
+        for op in vars(importlib.import_module(name)).values():
             at = getattr(op, "backend_at", None)
             if at is None:
                 continue

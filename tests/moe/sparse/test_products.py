@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.kernels import block_products
-from moe.kernels import sddmm as sddmm_kernel
-from moe.kernels import spmm as spmm_kernel
-from moe.kernels._triton import HAVE_TRITON, INTERPRET
-from moe.kernels.spmm import Config, chunk_size, split_rows
+from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
+from moe.kernels.sparse import block_products
+from moe.kernels.sparse import sddmm as sddmm_kernel
+from moe.kernels.sparse import spmm as spmm_kernel
+from moe.kernels.sparse.spmm import Config, chunk_size, split_rows
 from moe.sparse import BCSR, COO, CSR, Pattern, gather, matmul, sdd, sddmm, spmm
 from tests.moe.kernels.grouped_cases import BOUND, check, nan_memory, random
 from tests.moe.sparse.cases import (
@@ -191,7 +191,7 @@ def test_one_entry_a_row_is_spread(backend, dtype, ragged, monkeypatch):
     x = random(3, 20, dtype=dtype)
     want = torch.stack([x[c] if c >= 0 else torch.zeros(20, dtype=dtype) for c in column])
     for name in ("spmm_ref", "spmm_triton"):
-        monkeypatch.setattr(f"moe.kernels.spmm.{name}", None)
+        monkeypatch.setattr(f"moe.kernels.sparse.spmm.{name}", None)
     with nan_memory():
         assert torch.equal(gather(pattern, x, backend=backend), want)
     values = random(6, dtype=dtype)

@@ -7,7 +7,7 @@ import torch
 
 from moe import MoE, MoEConfig, Routing
 from moe.experts import experts
-from moe.kernels._triton import HAVE_TRITON, INTERPRET
+from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
 from moe.sparse import CSR
 from moe.sparse.experts import block_height, block_width, spmm_experts, topology
 from tests.moe.kernels.grouped_cases import (

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from moe.kernels.topk_gating import topk_gating
+from moe.kernels.routing.topk_gating import topk_gating
 from moe.routing import Routing
 from scripts.bench import router as bench
 

@@ -41,11 +41,11 @@ def _launches(D: int, N: int, gather: bool = True) -> dict:
     """Product → (table of configurations, launch with a configuration)."""
     import torch
 
-    from moe.kernels._tiles import RowTiles
+    from moe.kernels.common.tiles import RowTiles
     from moe.kernels.hopper.down_backward import down_backward_hopper
     from moe.kernels.hopper.outer import weight_gradient_hopper
     from moe.kernels.hopper.rows import rows_hopper, up_forward_hopper
-    from moe.kernels.routing_metadata import tile_schedule_ref
+    from moe.kernels.routing.routing_metadata import tile_schedule_ref
 
     T, E, R = 512, 4, 1024
     offsets = torch.arange(0, R + 1, R // E, dtype=torch.int32)
@@ -75,7 +75,8 @@ def _compile(names: list[str], everything: bool) -> None:
     if reason is not None:
         print(json.dumps({"missing": reason}), flush=True)
         return
-    from moe.kernels.hopper import _configs, down_backward
+    from moe.kernels.hopper import configs as _configs
+    from moe.kernels.hopper import down_backward
 
     made: list = []
     compile_only(lambda name, kernel: made.append(kernel), gluon=True)

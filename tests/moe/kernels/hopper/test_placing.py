@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.kernels._triton import HAVE_TRITON, INTERPRET
-from moe.kernels.routing_metadata import RoutingMetadata, routing_metadata_ref
+from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
+from moe.kernels.routing.routing_metadata import RoutingMetadata, routing_metadata_ref
 
 if not (HAVE_TRITON and INTERPRET):
     pytest.skip("kernels on a CPU need Triton's interpreter", allow_module_level=True)

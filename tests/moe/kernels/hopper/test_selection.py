@@ -101,8 +101,8 @@ def test_resolved_while_compiling(monkeypatch):
 def _checking(monkeypatch, errors: dict) -> tuple:
     """The module of configurations with `rows` having those of `errors`, and what was checked."""
     pytest.importorskip("triton.experimental.gluon")
-    _configs = pytest.importorskip("moe.kernels.hopper._configs")
-    from moe.kernels.hopper import _selftest
+    _configs = pytest.importorskip("moe.kernels.hopper.configs")
+    from moe.kernels.hopper import selftest as _selftest
 
     checked = []
 
@@ -120,7 +120,7 @@ def _checking(monkeypatch, errors: dict) -> tuple:
 
 
 def _config(group: int):
-    _configs = pytest.importorskip("moe.kernels.hopper._configs")
+    _configs = pytest.importorskip("moe.kernels.hopper.configs")
     return _configs.Config(128, 256, group=group)
 
 
