@@ -13,74 +13,112 @@ a share of its peak. Exit code 0: it fits, 1: it does not, 2: a mistake in the c
 
 --measure trains a few steps of that config on this machine's GPU (on the bundled novel; one
 process) and compares: exit code 1 if the measured peak is more than 8 % from the estimated one.
+
+    python scripts/estimate.py configs/olmoe_1b_7b.yaml --layouts 16,64,256 --expert 1,2,4,8
+
+--layouts compares how experts can be split over so many GPUs: the cost of a step from bytes over
+links and FLOPs (training/estimate/cost.py; docs/scaling.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import statistics
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from training.config.build import Config, ConfigError, Plan, fail, load_config, make_plan
-from training.config.load import expand_home
+from models.build import build_model, parameter_kinds
+from models.config import ModelConfig
+from parallel import World
+from scripts._command import command, listed, make_parser, number
+from training.assemble import make_trainee, model_config
+from training.config.build import Config, ConfigError, Plan, load_config, make_plan
+from training.data import load_tokenizer
+from training.device import PEAK_FLOPS, peak_flops
+from training.estimate.cost import Machine, layouts, parameters, step_cost
+from training.estimate.flops import counts_first, flops_per_token
+from training.estimate.memory import DTYPES, Memory, process_memory
+from training.estimate.speed import basis, step_seconds
+from training.report.run_log import human_count, human_time
 
 GIB = 2**30
 # Part of a GPU's memory that the allocator can be expected to use before fragmentation bites.
 USABLE = 0.95
 # How far the peak of a run may be from the estimated one.
 TOLERANCE = 0.08
+# Steps of --measure that are not timed: they compile and tune.
+WARMUP = 2
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "config", type=expand_home, help="config file, for example configs/quickstart.yaml"
-    )
-    parser.add_argument("overrides", nargs="*", help="section.key=value, as for train.py")
-    parser.add_argument("--gpus", type=int, default=1, help="processes, one for each GPU")
-    parser.add_argument("--hosts", type=int, default=1, help="that the GPUs are in (default 1)")
-    parser.add_argument("--gpu-memory", type=float, help="GiB of one GPU; nothing: no verdict")
-    parser.add_argument("--gpu", default="H100", help="model, for its speed (default H100)")
-    parser.add_argument("--mfu", type=float, help="share of the peak, instead of measured rates")
-    parser.add_argument(
-        "--document", type=float, metavar="TOKENS",
+    parser = make_parser(__doc__, config=True)
+    add, at_least_1 = parser.add_argument, number(least=1)
+    positive = number(float, above=0)
+    add("--gpus", type=at_least_1, default=1, help="GPUs, one process for each (default 1)")
+    add("--hosts", type=at_least_1, default=1, help="number of hosts (default 1)")
+    add("--gpu-memory", type=positive, help="GiB per GPU; omit to skip the fit check")
+    add("--gpu", type=card, default="H100", help="GPU model, for its speed (default H100)")
+    add("--mfu", type=number(float, above=0, most=1), help="assume this share of the GPU's peak")
+    add(
+        "--document", type=number(float, least=1), metavar="TOKENS",
         help="length of the document that the average token is in (default: rows are one document)",
     )  # fmt: skip
-    parser.add_argument("--measure", action="store_true", help="train here, and compare")
-    parser.add_argument("--steps", type=int, default=3, help="that --measure times, after two")
-    parser.add_argument(
-        "--breakdown", type=Path, metavar="FOLDER", help="--measure: what the peak consists of"
+    measure = parser.add_argument_group("measuring on this machine's GPU")
+    measure.add_argument("--measure", action="store_true", help="train a few steps and compare")
+    measure.add_argument("--steps", type=at_least_1, default=3, help="steps to time (default 3)")
+    compare = parser.add_argument_group("comparing layouts of experts")
+    compare.add_argument(
+        "--layouts", type=listed(at_least_1), metavar="GPUS", help="numbers of GPUs: 16,64,256"
+    )
+    compare.add_argument(
+        "--expert", type=listed(at_least_1), help="degrees of expert parallelism (default: all)"
+    )
+    compare.add_argument("--gpus-per-node", type=at_least_1, default=8, help="default 8")
+    compare.add_argument(
+        "--micro-batches", type=at_least_1, default=1, help="micro-batches per step (default 1)"
+    )
+    compare.add_argument(
+        "--tflops", type=positive, default=400, help="TFLOP/s of a GPU in a step (default 400)"
+    )
+    compare.add_argument(
+        "--intra-node-gbps", type=positive, default=270, help="GB/s per GPU (default 270)"
+    )
+    compare.add_argument(
+        "--inter-node-gbps", type=positive, default=40, help="GB/s per GPU (default 40)"
     )
     options = parser.parse_intermixed_args(arguments)
     if options.measure and options.gpus != 1:
         parser.error(f"--measure is of one process; --gpus={options.gpus} must be 1")
-    if options.breakdown is not None and not options.measure:
-        parser.error("--breakdown needs --measure")
-    if options.steps < 1:
-        parser.error(f"--steps={options.steps} must be at least 1")
-    for key, value in (("gpus", options.gpus), ("hosts", options.hosts)):
-        if value < 1:
-            parser.error(f"--{key}={value} must be at least 1")
-    if options.gpu_memory is not None and options.gpu_memory <= 0:
-        parser.error(f"--gpu-memory={options.gpu_memory:g} must be above 0")
-    if options.document is not None and options.document < 1:
-        parser.error(f"--document={options.document:g} must be at least 1")
-    if options.mfu is not None and not 0 < options.mfu <= 1:
-        parser.error(f"--mfu={options.mfu} must be above 0 and at most 1")
     return options
+
+
+def card(name: str) -> str:
+    """The name of a GPU in the table of peak speeds."""
+    known = [part for part, _ in PEAK_FLOPS]
+    exact = [part for part in known if part.lower() == name.lower()]
+    near = [part for part in known if part.lower() in name.lower()]
+    if not exact + near:
+        told = ", ".join(known)
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is not in the table of peak speeds; known: {told}"
+        )
+    return (exact + near)[0]
+
+
+# ---- parameters, memory, work --------------------------------------------------------------------
 
 
 def parameter_counts(config: Config) -> dict[str, int]:
     """Parameters by kind, of the model as it is built (on the meta device)."""
-    from models.build import build_model, parameter_kinds
-
     model = build_model(config.model.config, device="meta")
     kinds = parameter_kinds(model)
     counts: dict[str, int] = {}
@@ -97,37 +135,15 @@ def active_parameters(config: Config, counts: dict[str, int]) -> int:
     return sum(counts.values()) - unused
 
 
-OFFLOADED = ["parallel.offload=cpu", "parallel.offload_weights=cpu"]
-
-
-def padding(config: Config) -> int:
+def padding(model: ModelConfig) -> int:
     """Zeros that an exported folder has beside the parameters: experts are padded to the widest."""
-    model = config.model.config
     widths = [model.expert_widths(layer) or () for layer in model.moe_layers]
     missing = sum(model.expert_size - width for layer in widths for width in layer)
     return 3 * model.hidden_size * missing
 
 
-def remedies(config: Config, overrides: list[str], path: str) -> Iterator[tuple[str, Config]]:
-    """Changes that need less memory, the cheapest first, each as (what to type, its config)."""
-    train = config.train
-    tried = [
-        ["train.checkpointing=selective"],
-        ["train.checkpointing=selective", "model.save=x"],
-        ["train.checkpointing=full"],
-    ]
-    micro = train.micro_batch_size
-    while micro > 1:
-        micro //= 2
-        if train.global_batch_size % micro == 0:
-            tried.append(["train.checkpointing=full", f"train.micro_batch_size={micro}"])
-    for words in tried:
-        try:
-            changed = load_config(path, [*overrides, *words])
-        except ConfigError:
-            continue
-        if changed != config:
-            yield " ".join(words), changed
+def gib(value: float) -> str:
+    return f"{value / GIB:.2f}" if value >= GIB / 2 else f"{value / GIB:.2g}"
 
 
 def show(title: str, rows: list[tuple[str, str, str]]) -> None:
@@ -136,80 +152,59 @@ def show(title: str, rows: list[tuple[str, str, str]]) -> None:
         print(f"  {name:<26}{value:>12}  {remark}".rstrip())
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.measure:
-        from scripts.bench.train import TEXT
-
-        options.overrides = [*TEXT, *options.overrides]
-    try:
-        config = load_config(options.config, options.overrides)
-        # The figures are those of a GPU run, wherever they are computed.
-        cuda = config.run.device != "cpu"
-        plan = make_plan(config, options.gpus, cuda=cuda, hosts=options.hosts)
-        if options.measure and not (plan.device == "cuda" and torch.cuda.is_available()):
-            raise ConfigError("--measure needs a GPU on this machine, and run.device not cpu")
-        print(plan.mesh.describe() if plan.engine else "one process")
-    except ConfigError as error:
-        fail(error)
-
-    from training.estimate.flops import counts_first, flops_per_token
-    from training.estimate.memory import DTYPES, process_memory
-    from training.report.run_log import human_count, human_time
-
-    counts = parameter_counts(config)
-    total = sum(counts.values())
+def show_parameters(config: Config, counts: dict[str, int]) -> None:
+    total, active = sum(counts.values()), active_parameters(config, counts)
     rows = [(kind, human_count(counts[kind]), "") for kind in sorted(counts, key=counts.get)[::-1]]
     rows += [
         ("all", human_count(total), f"{total:,}"),
-        ("for one token", human_count(active_parameters(config, counts)), "K experts, embedding"),
+        ("active per token", human_count(active), "K experts; embedding included"),
     ]
     show("parameters", rows)
 
-    memory = process_memory(config, plan)
+
+def show_memory(config: Config, plan: Plan, memory: Memory) -> None:
     one = plan.engine is None and plan.accumulation == 1 and plan.dtype == "bfloat16"
     sums = "float32; others pass with the activations" if one else "float32"
-    blocks = "blocks compiled" if plan.compile else "blocks not compiled"
-    outside = [
-        ("in host memory", memory.host, "offloaded; of each process, not of each host"),
-        ("in files", memory.disk, "offloaded to parallel.offload_path, likewise"),
+    compiled = "blocks compiled" if plan.compile else "blocks not compiled"
+    rows = [
+        ("weights", memory.weights, "of two blocks at a time" if plan.engine else ""),
+        ("gradients", memory.gradients, sums),
+        ("master weights", memory.masters, "float32, where weights are not"),
+        ("AdamW moments", memory.moments, f"{config.optim.moments}, two"),
+        ("activations", memory.activations, f"peak, by replay; {compiled}"),
+        ("context", memory.context, "CUDA, communication; a fixed guess"),
+        ("all", memory.total, ""),
     ]
+    if memory.host:
+        rows.append(("in host memory", memory.host, "offloaded; per process, not per host"))
+    if memory.disk:
+        rows.append(("in files", memory.disk, "offloaded; per process, not per host"))
     show(
         f"memory of each process, GiB ({plan.dtype}, micro-batch {plan.micro_batch_size} x "
         f"{config.data.seq_len}, checkpointing {config.train.checkpointing})",
-        [
-            ("weights", _gib(memory.weights), "of two blocks at a time" if plan.engine else ""),
-            ("gradients", _gib(memory.gradients), sums),
-            ("master weights", _gib(memory.masters), "float32, where weights are not"),
-            ("AdamW moments", _gib(memory.moments), f"{config.optim.moments}, two"),
-            ("activations", _gib(memory.activations), "at their worst, by replay; " + blocks),
-            ("context", _gib(memory.context), "CUDA, communication; a fixed guess"),
-            ("all", _gib(memory.total), ""),
-            *((name, _gib(size), remark) for name, size, remark in outside if size),
-        ],
+        [(name, gib(size), remark) for name, size, remark in rows],
     )
 
+
+def show_work(options: argparse.Namespace, config: Config, plan: Plan, total: int) -> None:
     flops = flops_per_token(config.model.config, config.data.seq_len)
     what = "forward and backward"
     if counts_first(config, plan.accumulation):
         flops *= 4 / 3
-        what += "; and the counting pass of router.balance_scope=global"
+        what += "; and the counting pass of the global balance loss"
+    step = human_count(plan.tokens_per_step)
     rows = [
-        ("FLOPs for one token", f"{flops / 1e9:.2f} G", what),
-        (
-            "tokens in a step",
-            human_count(plan.tokens_per_step),
-            f"accumulation {plan.accumulation}",
-        ),
+        ("FLOPs per token", f"{flops / 1e9:.2f} G", what),
+        ("tokens per step", step, f"accumulation {plan.accumulation}"),
     ]
     tokens, kind = 10**9, "time for 1B tokens"
     if config.train.steps is not None:
         tokens, kind = config.train.steps * plan.tokens_per_step, "time"
         rows.append(("tokens in the run", human_count(tokens), f"{config.train.steps:,} steps"))
-    card, title = _card(options.gpu), "work"
+    title = "work"
     if plan.device == "cuda":
         title = f"work, on {options.gpus} x {options.gpu}, whatever this machine has"
-        seconds, remark, parts = step_time(options, config, plan, card)
+        seconds, remark, parts = step_time(options, config, plan)
         if seconds is None:
             rows.append((kind, "?", remark))
         else:
@@ -224,35 +219,29 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append((kind, "?", "no peak is known of a CPU; the run's log lines tell"))
     weights, moments = config.optim.weights, config.optim.moments
     kept = DTYPES[weights].itemsize + 2 * DTYPES[moments].itemsize
+    exported = 2 * (total + padding(config.model.config))
     rows += [
-        ("checkpoint on disk", _gib(kept * total), f"GiB: {weights} weights, {moments} moments"),
-        ("Hugging Face folder", _gib(2 * (total + padding(config))), "GiB in bfloat16"),
+        ("checkpoint on disk", gib(kept * total), f"GiB: {weights} weights, {moments} moments"),
+        ("Hugging Face folder", gib(exported), "GiB in bfloat16"),
     ]
     show(title, rows)
-    if options.measure:
-        return compare(options, config, plan, memory)
-    return verdict(options, config, plan, memory)
 
 
 def step_time(
-    options: argparse.Namespace, config: Config, plan: Plan, card: str
+    options: argparse.Namespace, config: Config, plan: Plan
 ) -> tuple[float | None, str, str]:
     """Seconds of a step on the GPUs of the plan, what they rest on, and the largest parts."""
-    from training.device import PEAK_FLOPS
-    from training.estimate.flops import counts_first, flops_per_token
-    from training.estimate.speed import basis, step_seconds
-
-    speed = options.gpus * dict(PEAK_FLOPS)[card]
+    speed = options.gpus * dict(PEAK_FLOPS)[options.gpu]
     of = f"of {speed / options.gpus / 1e12:.0f} TFLOP/s"
     work = plan.tokens_per_step * flops_per_token(config.model.config, config.data.seq_len)
     if options.mfu is not None:
         passes = 4 / 3 if counts_first(config, plan.accumulation) else 1
         return passes * work / (speed * options.mfu), f"assuming {options.mfu:.0%} {of}", ""
-    found = step_seconds(config, plan, card, options.document)
+    found = step_seconds(config, plan, options.gpu, options.document)
     if found is None:
         return None, "rates are known of bfloat16 with Triton or Hopper kernels: give --mfu", ""
     seconds = sum(found.values())
-    remark = f"{basis(card)}; MFU {work / (seconds * speed):.0%} {of}"
+    remark = f"{basis(options.gpu)}; MFU {work / (seconds * speed):.0%} {of}"
     if options.gpus > 1:
         remark += "; communication not counted"
     if plan.offload.state != "none":
@@ -262,47 +251,11 @@ def step_time(
     return seconds, remark, ", ".join(share for share in shares if not share.endswith(" 0%"))
 
 
-def compare(options: argparse.Namespace, config: Config, plan: Plan, memory) -> int:
-    """Train a few steps here and put what they took beside the estimate; the exit code."""
-    from scripts._measure_memory import measure
-    from training.device import peak_flops
-    from training.estimate.flops import flops_per_token
-    from training.report.run_log import human_count
-
-    found = measure(config, plan, options.steps, options.breakdown)
-    estimated = memory.total - memory.context
-    ratio = found.peak / estimated
-    near = abs(ratio - 1) <= TOLERANCE
-    peak = peak_flops(torch.device("cuda"))
-    flops = flops_per_token(config.model.config, config.data.seq_len)
-    mfu = f"MFU {found.tokens_per_second * flops / peak:.1%}" if peak else "no peak is known"
-    options.document = found.document
-    seconds, _, _ = step_time(options, config, plan, _card(options.gpu))
-    if seconds is not None:
-        mfu += f"; estimated {human_count(plan.tokens_per_step / seconds)} on {options.gpu}, "
-        mfu += f"documents of {found.document:,.0f} tokens"
-    show(
-        f"measured, GiB (torch {torch.__version__}, {torch.cuda.get_device_name()}, "
-        f"{'compiled' if plan.compile else 'not compiled'})",
-        [
-            ("between steps", _gib(found.states), f"estimated {_gib(memory.states)}"),
-            ("peak", _gib(found.peak), f"estimated {_gib(estimated)}"),
-            ("peak after two steps", _gib(found.steady), ""),
-            ("held by the allocator", _gib(found.reserved), ""),
-            ("context", _gib(found.context), f"estimated {_gib(memory.context)}; on an idle card"),
-            ("tokens per second", human_count(found.tokens_per_second), mfu),
-        ],
-    )
-    word = "within" if near else "NOT within"
-    print(f"measured / estimated peak: {ratio:.3f}, {word} {TOLERANCE:.0%}")
-    return 0 if near else 1
+# ---- does it fit? --------------------------------------------------------------------------------
 
 
-def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> int:
+def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory: Memory) -> int:
     """Say whether it fits and, if not, what would; the exit code."""
-    from training.estimate.memory import process_memory
-
-    cuda = plan.device == "cuda"
     if options.gpu_memory is None:
         print("fits? give --gpu-memory GIB for a verdict")
         return 0
@@ -315,19 +268,14 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
     if memory.states + memory.context > limit:
         guess = memory.context > limit
         print(
-            f"  weights and optimizer take {_gib(memory.states)} GiB of each process, and the "
-            f"context (a fixed guess) {_gib(memory.context)} GiB: "
-            + ("no setting changes the guess" if guess else _more_processes(config, plan, limit))
+            f"  weights and optimizer take {gib(memory.states)} GiB of each process, and the "
+            f"context (a fixed guess) {gib(memory.context)} GiB: "
+            + ("no setting changes the guess" if guess else more_processes(config, plan, limit))
         )
         gpus = max(2, options.gpus)  # one process has an engine only if it names one
-        for words in (["parallel.offload=cpu"], OFFLOADED):
-            try:
-                moved = load_config(options.config, [*options.overrides, *words])
-                moved_plan = make_plan(moved, gpus, cuda=cuda, hosts=options.hosts)
-            except ConfigError:
-                continue
-            need = process_memory(moved, moved_plan)
-            if need.total <= limit:
+        for words in OFFLOADED:
+            need = changed_memory(options, words, plan, gpus)
+            if need is not None and need.total <= limit:
                 on = " ".join(words) + f" on {gpus} GPUs" * (gpus > options.gpus)
                 print(
                     f"  fits with {on}: {need.total / GIB:.1f} GiB, and "
@@ -335,23 +283,47 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory) -> 
                 )
                 break
         return 1
-    for words, changed in remedies(config, options.overrides, options.config):
-        try:
-            changed_plan = make_plan(changed, options.gpus, cuda=cuda, hosts=options.hosts)
-        except ConfigError:
-            continue
-        need = process_memory(changed, changed_plan).total
-        if need <= limit:
-            print(f"  fits with {words}: {need / GIB:.1f} GiB")
+    for words in remedies(config):
+        need = changed_memory(options, words, plan, options.gpus)
+        if need is not None and need.total <= limit:
+            print(f"  fits with {' '.join(words)}: {need.total / GIB:.1f} GiB")
             return 1
     print("  nor with train.checkpointing=full and one row a micro-batch: lower data.seq_len")
     return 1
 
 
-def _more_processes(config: Config, plan: Plan, limit: float) -> str:
-    """How many GPUs of one node would hold the states, if any number does."""
-    from training.estimate.memory import process_memory
+OFFLOADED = (
+    ["parallel.offload=cpu"],
+    ["parallel.offload=cpu", "parallel.offload_weights=cpu"],
+)
 
+
+def remedies(config: Config) -> Iterator[list[str]]:
+    """Settings that need less memory, the cheapest first."""
+    yield ["train.checkpointing=selective"]
+    yield ["train.checkpointing=selective", "model.save=x"]
+    yield ["train.checkpointing=full"]
+    micro = config.train.micro_batch_size
+    while micro > 1:
+        micro //= 2
+        if config.train.global_batch_size % micro == 0:
+            yield ["train.checkpointing=full", f"train.micro_batch_size={micro}"]
+
+
+def changed_memory(
+    options: argparse.Namespace, words: list[str], plan: Plan, gpus: int
+) -> Memory | None:
+    """What the config would need with other settings; None if it refuses them."""
+    try:
+        config = load_config(options.config, [*options.overrides, *words])
+        changed = make_plan(config, gpus, cuda=plan.device == "cuda", hosts=options.hosts)
+    except ConfigError:
+        return None
+    return process_memory(config, changed)
+
+
+def more_processes(config: Config, plan: Plan, limit: float) -> str:
+    """How many GPUs of one node would hold the states, if any number does."""
     for count in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         if count <= plan.world_size:
             continue
@@ -364,21 +336,167 @@ def _more_processes(config: Config, plan: Plan, limit: float) -> str:
     return "no number of GPUs in one node helps, a smaller model does"
 
 
-def _gib(value: float) -> str:
-    return f"{value / GIB:.2f}" if value >= GIB / 2 else f"{value / GIB:.2g}"
+# ---- against this machine's GPU ------------------------------------------------------------------
 
 
-def _card(name: str) -> str:
-    """The name of a GPU in the table of peak speeds."""
-    from training.device import PEAK_FLOPS
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on one GPU by PyTorch's allocator, and speed."""
 
-    known = [part for part, _ in PEAK_FLOPS]
-    exact = [part for part in known if part.lower() == name.lower()]
-    near = [part for part in known if part.lower() in name.lower()]
-    for part in exact + near:
-        return part
-    told = ", ".join(known)
-    fail(ConfigError(f"--gpu={name!r} is not in the table of peak speeds; known: {told}"))
+    states: int
+    """Allocated before the first step: weights, masters, moments, gradient buffers."""
+    peak: int
+    steady: int
+    """The peak without the first steps, which compile and tune."""
+    reserved: int
+    """What the allocator took from the device."""
+    context: int
+    """What the device has in use beyond that, if nothing else on it grew meanwhile."""
+    tokens_per_second: float
+    document: float
+    """Tokens of the document that the average token is in."""
+
+
+def measure(config: Config, plan: Plan, count: int) -> Measured:
+    """Train `WARMUP + count` steps on this machine's GPU, on packed rows of the bundled novel."""
+    from scripts.bench.harness import step_seconds as timed
+    from scripts.bench.train import draw_on_device, one_step, text_batches
+
+    device = torch.device("cuda")
+    free, size = torch.cuda.mem_get_info()
+    others = size - free - torch.cuda.memory_reserved()  # other processes, and what is there now
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(config.data, Path(folder) / "tokenizer")
+        batches = text_batches(config, plan, tokenizer, 4)
+    lengths = [n for rows in batches for batch in rows for n in batch.documents.lengths]
+    with mock.patch("training.assemble.init_weights", draw_on_device):
+        trainee = make_trainee(
+            config, model_config(config, tokenizer), plan, device, config.train.steps or 1000
+        )
+    train = one_step(trainee, config, World(), device, lr=1e-5)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    states = torch.cuda.memory_allocated()
+    peaks = []
+
+    def step(number: int) -> None:
+        if number == WARMUP:
+            peaks.append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        train(number + 1, batches[number % len(batches)])
+
+    seconds = timed(step, count, WARMUP)
+    peaks.append(torch.cuda.max_memory_allocated())
+    reserved = torch.cuda.memory_reserved()
+    free, size = torch.cuda.mem_get_info()
+    return Measured(
+        states=states,
+        peak=max(peaks),
+        steady=peaks[-1],
+        reserved=reserved,
+        context=size - free - reserved - max(others, 0),
+        tokens_per_second=plan.tokens_per_step / statistics.median(seconds),
+        document=sum(n * n for n in lengths) / sum(lengths),
+    )
+
+
+def compare(options: argparse.Namespace, config: Config, plan: Plan, memory: Memory) -> int:
+    """Train a few steps here and put what they took beside the estimate; the exit code."""
+    found = measure(config, plan, options.steps)
+    estimated = memory.total - memory.context
+    ratio = found.peak / estimated
+    near = abs(ratio - 1) <= TOLERANCE
+    peak = peak_flops(torch.device("cuda"))
+    flops = flops_per_token(config.model.config, config.data.seq_len)
+    mfu = f"MFU {found.tokens_per_second * flops / peak:.1%}" if peak else "no peak is known"
+    options.document = found.document
+    seconds, _, _ = step_time(options, config, plan)
+    if seconds is not None:
+        mfu += f"; estimated {human_count(plan.tokens_per_step / seconds)} on {options.gpu}, "
+        mfu += f"documents of {found.document:,.0f} tokens"
+    show(
+        f"measured, GiB (torch {torch.__version__}, {torch.cuda.get_device_name()}, "
+        f"{'compiled' if plan.compile else 'not compiled'})",
+        [
+            ("between steps", gib(found.states), f"estimated {gib(memory.states)}"),
+            ("peak", gib(found.peak), f"estimated {gib(estimated)}"),
+            ("peak after two steps", gib(found.steady), ""),
+            ("held by the allocator", gib(found.reserved), ""),
+            ("context", gib(found.context), f"estimated {gib(memory.context)}; on an idle card"),
+            ("tokens per second", human_count(found.tokens_per_second), mfu),
+        ],
+    )
+    word = "within" if near else "NOT within"
+    print(f"measured / estimated peak: {ratio:.3f}, {word} {TOLERANCE:.0%}")
+    return 0 if near else 1
+
+
+# ---- layouts of experts --------------------------------------------------------------------------
+
+
+def show_layouts(options: argparse.Namespace, config: Config) -> int:
+    """A table of what a step costs in each layout; the exit code."""
+    model, seq_len = config.model.config, config.data.seq_len
+    tokens = config.train.micro_batch_size * seq_len
+    machine = Machine(
+        options.tflops * 1e12, options.intra_node_gbps * 1e9, options.inter_node_gbps * 1e9
+    )
+    plans = [
+        plan
+        for gpus in options.layouts
+        for plan in layouts(gpus, options.gpus_per_node, model.num_experts)
+        if options.expert is None or plan.expert in options.expert
+    ]
+    if not plans:
+        raise ConfigError(
+            f"--expert={','.join(map(str, options.expert))}: no layout of "
+            f"{', '.join(map(str, options.layouts))} GPUs splits {model.num_experts} experts so"
+        )
+    print(
+        f"{options.micro_batches} micro-batch(es) of {tokens} tokens per GPU, {options.tflops:g} "
+        f"TFLOP/s, {options.intra_node_gbps:g} GB/s in a node of {options.gpus_per_node}, "
+        f"{options.inter_node_gbps:g} GB/s between nodes"
+    )
+    print(
+        "| GPUs | experts | split over | copies | compute | in node | between | of it tokens "
+        "| all hidden | none hidden |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    counts = parameters(model)
+    for plan in plans:
+        cost = step_cost(model, plan, machine, tokens, seq_len, options.micro_batches, counts)
+        print(
+            f"| {plan.world} | {plan.placement if plan.expert > 1 else 'not split'} "
+            f"| {plan.expert} | {plan.expert_replica} "
+            f"| {1e3 * cost.compute:.0f} ms | {1e3 * cost.intra_node:.0f} "
+            f"| {1e3 * cost.inter_node:.0f} | {1e3 * cost.tokens:.0f} "
+            f"| {cost.compute / cost.best:.0%} | {cost.compute / cost.worst:.0%} |"
+        )
+    return 0
+
+
+@command
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.measure:
+        from scripts.bench.train import TEXT
+
+        options.overrides = [*TEXT, *options.overrides]
+    config = load_config(options.config, options.overrides)
+    if options.layouts:
+        return show_layouts(options, config)
+    # The figures are those of a GPU run, wherever they are computed.
+    cuda = config.run.device != "cpu"
+    plan = make_plan(config, options.gpus, cuda=cuda, hosts=options.hosts)
+    if options.measure and not (plan.device == "cuda" and torch.cuda.is_available()):
+        raise ConfigError("--measure needs a GPU on this machine, and run.device not cpu")
+    print(plan.mesh.describe() if plan.engine else "one process")
+    counts, memory = parameter_counts(config), process_memory(config, plan)
+    show_parameters(config, counts)
+    show_memory(config, plan, memory)
+    show_work(options, config, plan, sum(counts.values()))
+    finish = compare if options.measure else verdict
+    return finish(options, config, plan, memory)
 
 
 if __name__ == "__main__":

@@ -381,7 +381,7 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
     assert "give --gpu-memory" in capsys.readouterr().out
     assert estimate.main([path, "run.device=cpu"]) == 0
     text = capsys.readouterr().out
-    assert "H100" not in text and "tokens per second" not in text and "FLOPs for one" in text
+    assert "H100" not in text and "tokens per second" not in text and "FLOPs per token" in text
     assert "no peak is known of a CPU" in text
 
 
@@ -389,13 +389,13 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
     ("words", "message"),
     [
         (["--gpus", "1000"], "the 1000 processes"),
-        (["--hosts", "0"], "--hosts=0 must be at least 1"),
-        (["--gpu-memory", "-5"], "--gpu-memory=-5 must be above 0"),
-        (["--gpu", "Z9"], "--gpu='Z9' is not in the table"),
+        (["--hosts", "0"], "--hosts: 0 must be at least 1"),
+        (["--gpu-memory", "-5"], "--gpu-memory: -5 must be above 0"),
+        (["--gpu", "Z9"], "--gpu: 'Z9' is not in the table"),
         (["train.step=3"], "did you mean train.steps?"),
-        (["--document", "0"], "--document=0 must be at least 1"),
-        (["--mfu", "30"], "--mfu=30.0 must be above 0"),
-        (["--breakdown", "x"], "--breakdown needs --measure"),
+        (["--document", "0"], "--document: 0 must be at least 1"),
+        (["--mfu", "30"], "--mfu: 30 must be above 0"),
+        (["--measure", "--steps", "0"], "--steps: 0 must be at least 1"),
         (["--measure", "--gpus", "2"], "--gpus=2 must be 1"),
     ],
 )
@@ -404,38 +404,46 @@ def test_mistakes_end_with_code_2(tmp_path, estimate, capsys, monkeypatch, words
     with pytest.raises(SystemExit) as caught:
         estimate.main([str(write(tmp_path)), *words])
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
 
 
 def test_a_folder_of_experts_of_different_widths_is_padded(script, tmp_path):
-    from types import SimpleNamespace
-
     from models.build import build_model
     from models.hf import export_hf
     from tests.models.test_mixed_widths import config
 
     model = build_model(config())
     written = export_hf(model, tmp_path / "out")
-    run = SimpleNamespace(model=SimpleNamespace(config=config()))
     own = sum(parameter.numel() for parameter in model.parameters())
-    assert written.bytes == 4 * (own + script("estimate").padding(run))
+    assert written.bytes == 4 * (own + script("estimate").padding(config()))
 
 
-def test_a5_what_was_allocated_at_the_peak():
-    from scripts._measure_memory import peak_table
+def test_the_table_of_layouts(estimate, capsys):
+    assert estimate.main([*LAYOUTS, "8,32", "--expert", "2,8"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("1 micro-batch(es) of 8192 tokens per GPU, 400 TFLOP/s, 270 GB/s in a")
+    placements = [tuple(line.split(" | ")[:3]) for line in lines[2:]]
+    assert placements == [
+        ("| 8", "within_node", "2"), ("| 8", "within_node", "8"), ("| 32", "across_nodes", "2"),
+        ("| 32", "within_node", "2"), ("| 32", "within_node", "8"),
+    ]  # fmt: skip
 
-    here = [{"filename": __file__, "line": 1, "name": "f"}]
-    gib = 2**30
-    events = [
-        {"action": "alloc", "addr": 1, "size": gib, "frames": here},
-        {"action": "alloc", "addr": 2, "size": 2 * gib, "frames": here},
-        {"action": "free_requested", "addr": 1, "size": gib},
-        {"action": "free_completed", "addr": 1, "size": gib},
-        {"action": "alloc", "addr": 1, "size": 4 * gib, "frames": []},
-        {"action": "free_requested", "addr": 2, "size": 2 * gib},
-        {"action": "alloc", "addr": 3, "size": gib, "frames": here},
-    ]
-    first, large, _, small, place = peak_table(events).splitlines()
-    assert first.startswith("6.000 GiB in 2 blocks")
-    assert large.split()[0] == "4.000" and small.split()[0] == "2.000"
-    assert "tests/scripts/test_estimate.py:1 f" in place
+
+LAYOUTS = ["configs/olmoe_1b_7b.yaml", "--layouts"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["12"], "12 GPUs are no multiple of the 8 in each node"),
+        (["16", "--gpus-per-node", "0"], "--gpus-per-node: 0 must be at least 1"),
+        (["16", "--inter-node-gbps", "0"], "--inter-node-gbps: 0 must be above 0"),
+        (["16", "--expert", "3"], "--expert=3: no layout of 16 GPUs splits 64 experts so"),
+    ],
+)
+def test_a_table_that_would_be_empty_or_of_other_nodes_is_refused(estimate, words, told, capsys):
+    with pytest.raises(SystemExit) as stop:
+        estimate.main([*LAYOUTS, *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and told in line

@@ -9,11 +9,12 @@ hidden"). docs/scaling.md says what follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
 from models.config import ModelConfig
-from parallel.mesh import MeshPlan
+from models.errors import UserError
+from parallel.mesh import MeshPlan, plan_mesh
 from training.estimate.flops import flops_per_token, matmul_weights
 
 # Weights, gradients and both moments of a parameter in float32, as the engines shard them.
@@ -31,8 +32,8 @@ class Machine:
     """
 
     flops: float = 400e12
-    inside: float = 270e9
-    between: float = 40e9
+    intra_node: float = 270e9
+    inter_node: float = 40e9
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,22 @@ class Cost:
     """Seconds of one step of one micro-batch."""
 
     compute: float
-    inside: float
+    intra_node: float
     """Links inside a node: gathering and reducing weights, and tokens within_node."""
-    between: float
+    inter_node: float
     """Links between nodes: gradients of replicas, and tokens across_nodes."""
     tokens: float
     """Of those, the tokens' share."""
 
     @property
     def best(self) -> float:
-        return max(self.compute, self.inside, self.between)
+        """All hidden: the busiest of the three."""
+        return max(self.compute, self.intra_node, self.inter_node)
 
     @property
     def worst(self) -> float:
-        return self.compute + self.inside + self.between
+        """None hidden: one after the other."""
+        return self.compute + self.intra_node + self.inter_node
 
 
 def copies(experts: int, k: int, ranks: int) -> float:
@@ -90,7 +93,7 @@ def step_cost(
     out and back in bf16, in both passes, once to each rank that has experts for them.
     """
     counts = counts or parameters(model)
-    inside = between = 0.0
+    intra = inter = 0.0
 
     def shared(count: float, ranks: int) -> float:
         """Bytes that a rank sends to gather twice and reduce once what `ranks` of them share."""
@@ -100,23 +103,39 @@ def step_cost(
         """Bytes that a rank sends to sum its shard over replicas."""
         return 4 * count * 2 * (ranks - 1) / ranks
 
-    inside += shared(counts["dense"], plan.local)
-    inside += shared(counts["expert"] / plan.expert, plan.expert_shard)
-    between += summed(counts["dense"] / plan.local, plan.nodes)
-    held = counts["expert"] / plan.expert / plan.expert_shard
-    between += summed(held, plan.expert_replica)
-    between += summed(counts["router"], plan.world)
+    intra += shared(counts["dense"], plan.local)
+    intra += shared(counts["expert"] / plan.expert, plan.expert_shard)
+    inter += summed(counts["dense"] / plan.local, plan.nodes)
+    inter += summed(counts["expert"] / plan.expert / plan.expert_shard, plan.expert_replica)
+    inter += summed(counts["router"], plan.world)
     rows = copies(model.num_experts, model.num_experts_per_tok, plan.expert)
     sent = 4 * len(model.moe_layers) * micro_batches * tokens * rows * 2 * model.hidden_size
     if plan.placement == "across_nodes":
-        between += sent
+        inter, bandwidth = inter + sent, machine.inter_node
     else:
-        inside += sent
-    wire = machine.between if plan.placement == "across_nodes" else machine.inside
+        intra, bandwidth = intra + sent, machine.intra_node
     flops = flops_per_token(model, seq_len) * tokens * micro_batches
     return Cost(
-        flops / machine.flops, inside / machine.inside, between / machine.between, sent / wire
+        compute=flops / machine.flops,
+        intra_node=intra / machine.intra_node,
+        inter_node=inter / machine.inter_node,
+        tokens=sent / bandwidth,
     )
+
+
+def layouts(gpus: int, per_node: int, experts: int) -> list[MeshPlan]:
+    """Every way to split so many experts: by placement, then by degree.
+
+    Raises:
+        UserError: the GPUs do not fill their nodes.
+    """
+    if gpus > per_node and gpus % per_node:
+        raise UserError(f"{gpus} GPUs are no multiple of the {per_node} in each node")
+    nodes = max(1, gpus // per_node)
+    placements = ["within_node"] if nodes == 1 else ["across_nodes", "within_node"]
+    whole = [plan_mesh(gpus, nodes, 1, placement, experts) for placement in placements]
+    found = [replace(plan, expert=degree) for plan in whole for degree in plan.degrees]
+    return [plan for plan in found if plan.expert > 1 or plan.placement == placements[0]]
 
 
 def state_bytes(plan: MeshPlan, counts: dict[str, int]) -> float:
