@@ -1,11 +1,11 @@
-"""Greedy text of one folder from one engine, as JSON on the last line of standard output.
+"""Greedy text from one engine, as JSON on the last line of standard output.
 
-    PYTHON scripts/_engines.py ENGINE FOLDER NEW_TOKENS PROMPT
+    PYTHON scripts/_engines.py ENGINE MODEL NEW_TOKENS PROMPT
 
-Runs in whatever Python environment holds the engine, so it imports nothing of this project but
-scripts/to_gguf.py. Keys: version, and text, or tokens and logprobs (natural
-logarithms of the probabilities of the chosen tokens); transformers also tells the words of the
-tokens and the margins, by which the best log-probability exceeds the next.
+MODEL is a Hugging Face folder, for llama.cpp a GGUF file. Runs in whatever Python environment holds
+the engine, so it imports nothing of this project. Keys: version, and text, or tokens and logprobs
+(natural logarithms of the probabilities of the chosen tokens); transformers also tells the words of
+the tokens and the margins, by which the best log-probability exceeds the next.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 
@@ -67,37 +65,30 @@ def run_vllm(folder: str, new_tokens: int, prompt: str) -> dict[str, Any]:
     return {"version": vllm.__version__, "tokens": tokens, "logprobs": logprobs}
 
 
-def run_llama_cpp(folder: str, new_tokens: int, prompt: str) -> dict[str, Any]:
+def run_llama_cpp(file: str, new_tokens: int, prompt: str) -> dict[str, Any]:
     import xllamacpp
 
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from to_gguf import convert
-
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "model.gguf"
-        convert(Path(folder), file)
-        params = xllamacpp.CommonParams()
-        params.model.path = str(file)
-        params.n_ctx = 128
-        params.n_parallel = 1
-        params.n_gpu_layers = 0
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-        params.warmup = False
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        # the KV cache in fp32, as transformers has it
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        server = xllamacpp.Server(params)
-        request = {
-            "prompt": prompt,
-            "n_predict": new_tokens,
-            "temperature": 0,
-            "n_probs": 1,
-            "ignore_eos": True,
-            "cache_prompt": False,
-        }
-        out = server.handle_completions(request)
-        if isinstance(out, str | bytes):
-            out = json.loads(out)
+    params = xllamacpp.CommonParams()
+    params.model.path = file
+    params.n_ctx = 128
+    params.n_parallel = 1
+    params.n_gpu_layers = 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.warmup = False
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    # the KV cache in fp32, as transformers has it
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    request = {
+        "prompt": prompt,
+        "n_predict": new_tokens,
+        "temperature": 0,
+        "n_probs": 1,
+        "ignore_eos": True,
+        "cache_prompt": False,
+    }
+    out = xllamacpp.Server(params).handle_completions(request)
+    if isinstance(out, str | bytes):
+        out = json.loads(out)
     if "choices" in out:
         steps = out["choices"][0]["logprobs"]["content"]
     else:

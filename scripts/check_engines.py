@@ -36,7 +36,9 @@ from models.engines import ENGINES, FEATURES, Feature
 from models.errors import UserError
 from models.first_weights import FirstWeights
 from models.hf import export_hf
-from training.config.load import expand_home, fail
+from scripts._command import command, make_parser, number
+from scripts.to_gguf import convert
+from training.config.load import expand_home
 from training.data.tokenizer import train_tokenizer
 
 NEW_TOKENS = 32
@@ -48,18 +50,10 @@ FEWEST = 12
 MODULES = {"transformers": "transformers", "vLLM": "vllm", "llama.cpp": "xllamacpp"}
 MODULES |= {"mistral.rs": "mistralrs"}
 _BASE: dict[str, Any] = {
-    "vocab_size": 288,
-    "hidden_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.1,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-}
+    "vocab_size": 288, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64, "num_experts": 8,
+    "num_experts_per_tok": 2, "max_position_embeddings": 128, "initializer_range": 0.1,
+}  # fmt: skip
 # What a family has, where no feature says otherwise: what runs in the most engines.
 BASE: dict[str, dict[str, Any]] = {
     "qwen3_moe": _BASE | {"moe_intermediate_size": 64, "norm_topk_prob": True},
@@ -104,14 +98,21 @@ def write_folder(feature: Feature, folder: Path, seed: int) -> ModelConfig:
 
 def run_engine(engine: str, python: str, folder: Path, timeout: int) -> dict[str, Any]:
     """The runner's answer, or {"error": its last words}."""
+    model = folder
+    if engine == "llama.cpp":
+        model = folder.with_suffix(".gguf")
+        try:
+            convert(folder, model)
+        except UserError as error:
+            return {"error": str(error)[:120]}
     runner = Path(__file__).resolve().parent / "_engines.py"
-    command = [python, str(runner), engine, str(folder), str(NEW_TOKENS), PROMPT]
+    words = [python, str(runner), engine, str(model), str(NEW_TOKENS), PROMPT]
     environment = dict(os.environ)
     if python != sys.executable:
         environment.pop("PYTHONPATH", None)  # packages of this environment
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, env=environment
+            words, capture_output=True, text=True, timeout=timeout, env=environment
         )
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {timeout} s"}
@@ -167,17 +168,16 @@ def check(feature: Feature, engines: dict[str, str], timeout: int = 300) -> dict
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add(
         "--engine",
         action="append",
         metavar="NAME[=PYTHON]",
         help=f"{', '.join(MODULES)}; default: those of this environment",
     )
-    parser.add_argument("--only", default="", help="rows whose family and setting hold this text")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a run; default: 300")
+    add("--only", default="", help="only rows whose family and setting contain this text")
+    add("--timeout", type=number(least=1), default=300, help="seconds per run; default: 300")
     return parser.parse_args(arguments)
 
 
@@ -186,24 +186,25 @@ def installed() -> list[str]:
     return [name for name in ENGINES if importlib.util.find_spec(MODULES[name]) is not None]
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     engines: dict[str, str] = {}
     for given in options.engine or installed():
         name, _, python = given.partition("=")
         if name not in MODULES:
-            fail(UserError(f"--engine {name} is unknown; allowed: {', '.join(MODULES)}"))
+            raise UserError(f"--engine {name} is unknown; allowed: {', '.join(MODULES)}")
         program = shutil.which(expand_home(python or sys.executable))
         if program is None:
-            fail(UserError(f"--engine {given}: there is no program {python}"))
+            raise UserError(f"--engine {given}: there is no program {python}")
         engines[name] = program
     if not engines:
-        fail(UserError("no engine is installed: pip install 'tessera-moe[interop]'"))
+        raise UserError("no engine is installed: pip install 'tessera-moe[interop]'")
     differ, versions = 0, {}
     rows = {f"{feature.family} {feature.name}".strip(): feature for feature in FEATURES}
     rows = {row: feature for row, feature in rows.items() if options.only in row}
     if not rows:
-        fail(UserError(f"--only {options.only!r}: no row of the table holds that"))
+        raise UserError(f"--only {options.only!r}: no row of the table holds that")
     for row, feature in rows.items():
         for engine, seen in check(feature, engines, options.timeout).items():
             expected = feature.verdict(engine).kind  # of transformers: yes

@@ -21,6 +21,8 @@ from models.config import ModelConfig
 from models.engines import notes
 from models.errors import UserError
 from models.hf import DTYPES, export_hf
+from models.hf_check import check_export, round_weights
+from scripts._command import command, make_parser
 from training.checkpoint.files import resolve
 from training.checkpoint.weights import (
     CheckpointTensors,
@@ -29,9 +31,8 @@ from training.checkpoint.weights import (
     refuse_inexact,
     tokenizer_folder,
 )
-from training.config.load import expand_home, fail
+from training.config.load import expand_home
 from training.data.tokenizer import read_tokenizer
-from training.faults import SCRIPT_ERRORS
 
 GGUF_NOTE = (
     "for llama.cpp convert it with scripts/to_gguf.py: its own converter refuses new tokenizers"
@@ -39,51 +40,51 @@ GGUF_NOTE = (
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add(
+        "checkpoint", type=expand_home, help="a checkpoint, or a run folder (its newest checkpoint)"
     )
-    parser.add_argument(
-        "checkpoint", type=expand_home, help="a checkpoint, or a run folder for its newest"
+    add("folder", type=expand_home, help="where to write; must not hold a model yet")
+    add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    add("--max-shard-size", default="5GB", help="default: %(default)s")
+    add(
+        "--keep-tied",
+        action="store_true",
+        help="leave out a tied output matrix (docs/huggingface.md)",
     )
-    parser.add_argument("folder", type=expand_home, help="where to; must not hold a model yet")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    parser.add_argument("--max-shard-size", default="5GB", help="default: %(default)s")
-    parser.add_argument(
-        "--keep-tied", action="store_true", help="leave a tied output matrix out, see docs"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="remove the model files of an earlier export"
-    )
-    parser.add_argument("--check", action="store_true", help="compare with transformers")
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-5, help="of --check; default: %(default)s"
+    add("--overwrite", action="store_true", help="replace the model files of an earlier export")
+    add("--check", action="store_true", help="compare logits and greedy text with transformers")
+    add(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        help="largest difference of logits that --check allows; default: %(default)s",
     )
     return parser.parse_args(arguments)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        if is_hf_folder(options.checkpoint):
-            raise UserError(f"{options.checkpoint} is a Hugging Face folder already")
-        checkpoint = resolve(options.checkpoint)
-        refuse_inexact(checkpoint)
-        config = ModelConfig.from_hf(checkpoint / "model")
-        folder = tokenizer_folder(checkpoint)
-        tokenizer = None if folder is None else read_tokenizer(folder)
-        exported = export_hf(
-            CheckpointTensors(checkpoint),
-            options.folder,
-            config=config,
-            dtype=options.dtype,
-            max_shard_size=options.max_shard_size,
-            tokenizer=tokenizer,
-            keep_tied=options.keep_tied,
-            overwrite=options.overwrite,
-            progress=lambda done, all_: print(f"{done / 1e9:.2f} of {all_ / 1e9:.2f} GB"),
-        )
-    except SCRIPT_ERRORS as error:
-        fail(error)
+    if is_hf_folder(options.checkpoint):
+        raise UserError(f"{options.checkpoint} is a Hugging Face folder already")
+    checkpoint = resolve(options.checkpoint)
+    refuse_inexact(checkpoint)
+    config = ModelConfig.from_hf(checkpoint / "model")
+    folder = tokenizer_folder(checkpoint)
+    tokenizer = None if folder is None else read_tokenizer(folder)
+    exported = export_hf(
+        CheckpointTensors(checkpoint),
+        options.folder,
+        config=config,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        tokenizer=tokenizer,
+        keep_tied=options.keep_tied,
+        overwrite=options.overwrite,
+        progress=lambda done, all_: print(f"{done / 1e9:.2f} of {all_ / 1e9:.2f} GB"),
+    )
     print(
         f"{exported.folder}: {config.family}, {exported.tensors} tensors in "
         f"{len(exported.files)} file(s), {exported.bytes / 1e6:,.1f} MB {options.dtype}, "
@@ -96,8 +97,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"note: {note}")
     if not options.check:
         return 0
-    from models.hf_check import check_export, round_weights
-
     model = load_model(checkpoint)
     round_weights(model, options.dtype)
     receipt = check_export(model, options.folder, tokenizer=tokenizer, tolerance=options.tolerance)

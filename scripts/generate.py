@@ -21,63 +21,50 @@ import torch
 
 from models.errors import UserError
 from models.generate import Sampling, generate
+from scripts._command import command, make_parser, number
 from training.checkpoint.weights import load_model, tokenizer_folder
-from training.config.load import expand_home, fail
+from training.config.load import expand_home
 from training.data.tokenizer import TextTokenizer, read_tokenizer
-from training.faults import SCRIPT_ERRORS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "model", type=expand_home, help="checkpoint, run folder or Hugging Face folder"
-    )
-    parser.add_argument("--prompt", action="append", help="text to continue; may be repeated")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: greedy; default: %(default)s"
-    )
-    parser.add_argument("--top-k", type=int, help="keep the k most likely tokens")
-    parser.add_argument("--top-p", type=float, help="keep the most likely tokens up to this mass")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws; default: %(default)s")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on the CPU"
-    )
-    parser.add_argument("--tokenizer", type=expand_home, help="folder, when the model's has none")
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("model", type=expand_home, help="checkpoint, run folder or Hugging Face folder")
+    add("--prompt", action="append", help="text to continue; may be repeated")
+    add("--max-new-tokens", type=number(least=1), default=128, help="default: %(default)s")
+    add("--temperature", type=float, default=0.8, help="0: greedy; default: %(default)s")
+    add("--top-k", type=int, help="sample from the k most likely tokens")
+    add("--top-p", type=float, help="sample from the most likely tokens up to this probability")
+    add("--seed", type=int, default=0, help="random seed; default: %(default)s")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on the CPU")
+    add("--tokenizer", type=expand_home, help="tokenizer folder, if the model's folder has none")
     return parser.parse_args(arguments)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device=cuda, but PyTorch sees no CUDA device; allowed here: cpu")
     dtype = DTYPES[options.dtype or ("bfloat16" if device == "cuda" else "float32")]
-    try:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device=cuda, but PyTorch sees no CUDA device; allowed here: cpu")
-        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-        if options.max_new_tokens < 1:
-            raise UserError(f"--max-new-tokens={options.max_new_tokens} must be at least 1")
-        folder = options.tokenizer or tokenizer_folder(options.model)
-        if folder is None:
-            raise UserError(f"{options.model} has no tokenizer; give --tokenizer FOLDER")
-        tokenizer = read_tokenizer(folder)
-        texts = options.prompt or [""]
-        prompts = [tokenizer.prompt(text) for text in texts]
-        model = load_model(options.model, device=device, dtype=dtype)
-    except SCRIPT_ERRORS as error:
-        fail(error)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    folder = options.tokenizer or tokenizer_folder(options.model)
+    if folder is None:
+        raise UserError(f"{options.model} has no tokenizer; give --tokenizer FOLDER")
+    tokenizer = read_tokenizer(folder)
+    texts = options.prompt or [""]
+    prompts = [tokenizer.prompt(text) for text in texts]
+    model = load_model(options.model, device=device, dtype=dtype)
     ends = model.config.eos_token_ids or (tokenizer.eos_id,)
-    last, limit = (
-        max(map(len, prompts)) + options.max_new_tokens,
-        model.config.max_position_embeddings,
-    )
+    last = max(map(len, prompts)) + options.max_new_tokens
+    limit = model.config.max_position_embeddings
     if last > limit:
         print(
             f"note: --max-new-tokens={options.max_new_tokens} may reach position {last}; the model "

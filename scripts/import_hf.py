@@ -26,10 +26,10 @@ from models.config import ModelConfig, read_generation_config
 from models.errors import UserError
 from models.hf import load_hf, says_tied
 from models.transformer import Decoder
+from scripts._command import command, make_parser
 from training.checkpoint.weights import save_weights, tokenizer_folder
-from training.config.load import expand_home, fail
+from training.config.load import user_path
 from training.data.tokenizer import read_tokenizer
-from training.faults import SCRIPT_ERRORS
 
 # The rest of generation_config.json is how to sample, which a run of training does not keep.
 KEPT_GENERATION = {
@@ -38,20 +38,17 @@ KEPT_GENERATION = {
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "folder", type=expand_home, help="Hugging Face folder (config.json and safetensors)"
-    )
-    parser.add_argument("out", type=expand_home, help="where to; must not exist or be empty")
-    parser.add_argument(
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("folder", type=user_path, help="Hugging Face folder (config.json and safetensors)")
+    add("out", type=user_path, help="where to write; must not exist, or be an empty folder")
+    add(
         "--ignore-key",
         action="append",
         default=[],
         help="a key of config.json that is not understood and does not change the model",
     )
-    parser.add_argument(
+    add(
         "--drop-mtp",
         action="store_true",
         help="leave out multi-token prediction layers (public GLM-4.x folders have one)",
@@ -77,22 +74,20 @@ def tie(model: Decoder) -> bool:
     return True
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    out = Path(options.out)
-    try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and is not an empty folder")
-        model = load_hf(
-            options.folder, ignore_keys=tuple(options.ignore_key), drop_mtp=options.drop_mtp
-        )
-        untied = says_tied(options.folder) and not model.config.tie_word_embeddings
-        tied = tie(model)
-        folder = tokenizer_folder(options.folder)
-        tokenizer = None if folder is None else read_tokenizer(folder)
-        checkpoint = save_weights(model, out, tokenizer)
-    except SCRIPT_ERRORS as error:
-        fail(error)
+    out: Path = options.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder")
+    model = load_hf(
+        options.folder, ignore_keys=tuple(options.ignore_key), drop_mtp=options.drop_mtp
+    )
+    untied = says_tied(options.folder) and not model.config.tie_word_embeddings
+    tied = tie(model)
+    folder = tokenizer_folder(options.folder)
+    tokenizer = None if folder is None else read_tokenizer(folder)
+    checkpoint = save_weights(model, out, tokenizer)
     count = sum(parameter.numel() for parameter in model.parameters())
     print(
         f"{checkpoint}: {model.config.family}, {count:,} parameters, "

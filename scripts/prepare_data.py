@@ -7,7 +7,7 @@
     python scripts/prepare_data.py --check store
     python scripts/prepare_data.py --corpus python --out python.jsonl
 
-The same command continues where an earlier one ended, however it ended. Train on the store with
+The same command resumes where an earlier one ended, however it ended. Train on the store with
 `'data.sources=[{path: store}]' data.tokenizer=null`; it brings its tokenizer along.
 """
 
@@ -21,9 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pydantic import ValidationError
-
-from training.config.load import expand_home, first_line, user_path
+from scripts._command import command, make_parser
+from training.config.load import expand_home, user_path
 from training.data.config import DataConfig, DataError, SourceConfig
 from training.data.corpora import CORPORA, write_corpus
 from training.data.lock import try_lock
@@ -31,17 +30,13 @@ from training.data.sources import describe, make_reader, resolve, source_name
 from training.data.store import TokenStore, is_store
 from training.data.tokenizer import load_tokenizer
 from training.data.writer import refuse_bad_lines, write_store
-from training.faults import SCRIPT_ERRORS
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "inputs", type=expand_home, nargs="*", help="files, globs or folders (jsonl, parquet, txt)"
-    )
-    parser.add_argument("--out", type=user_path, help="folder of the store (with --corpus: a file)")
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("inputs", type=expand_home, nargs="*", help="files, globs or folders (jsonl, parquet, txt)")
+    add("--out", type=user_path, help="folder of the store (with --corpus: a file)")
     tokenizer = parser.add_mutually_exclusive_group()
     tokenizer.add_argument(
         "--tokenizer", type=expand_home, help="tokenizer.json, a folder with one, or a hub name"
@@ -49,25 +44,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     tokenizer.add_argument(
         "--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N tokens first"
     )
-    parser.add_argument("--eos-token", help="end-of-document token, if the tokenizer names none")
-    parser.add_argument("--hub", help="data set name for the datasets library, instead of inputs")
-    parser.add_argument("--subset", help="configuration of the hub data set")
-    parser.add_argument("--split", help="split of the hub data set (default train)")
-    parser.add_argument(
-        "--files", type=expand_home, nargs="+", help="data files of the hub data set or builder"
-    )
-    parser.add_argument(
-        "--format", default="auto", help="auto, jsonl, json, parquet, text or lines"
-    )
-    parser.add_argument("--text-field", help="field with the text (default text)")
-    parser.add_argument("--on-bad-line", choices=("stop", "skip"), default="stop")
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
-    parser.add_argument(
-        "--check", type=user_path, metavar="STORE", help="verify counts and checksums"
-    )
-    parser.add_argument(
-        "--corpus", help=f"write a text that anyone can have as jsonl: {', '.join(CORPORA)}"
-    )
+    add("--eos-token", help="end-of-document token, if the tokenizer names none")
+    add("--hub", help="data set name for the datasets library, instead of inputs")
+    add("--subset", help="configuration of the hub data set")
+    add("--split", help="split of the hub data set (default train)")
+    add("--files", type=expand_home, nargs="+", help="data files of the hub data set or builder")
+    add("--format", default="auto", help="auto, jsonl, json, parquet, text or lines")
+    add("--text-field", help="field with the text (default text)")
+    add("--on-bad-line", choices=("stop", "skip"), default="stop")
+    add("--workers", type=int, default=0, help="number of processes; 0: one per core")
+    add("--check", type=user_path, metavar="STORE", help="verify counts and checksums")
+    add("--corpus", help=f"write a text that anyone can have as jsonl: {', '.join(CORPORA)}")
     return parser.parse_args(arguments)
 
 
@@ -147,24 +134,19 @@ def prepare(given: argparse.Namespace) -> None:
     )
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0 done, 1 a damaged store, 2 a mistake told in one line."""
     given = parse_arguments(arguments)
-    try:
-        if given.check is not None:
-            return check(given.check)
-        if given.corpus is not None:
-            if given.out is None:
-                raise DataError("--out is missing: the jsonl file to write")
-            count = write_corpus(given.corpus, given.out)
-            print(f"{given.out}: {count} documents, {given.out.stat().st_size:,} bytes")
-            return 0
-        prepare(given)
-    except (*SCRIPT_ERRORS, ValidationError) as error:
-        # The options fill sections of a config, whose own checks speak first.
-        told = first_line(error, {}) if isinstance(error, ValidationError) else error
-        print(f"error: {told}", file=sys.stderr)
-        return 2
+    if given.check is not None:
+        return check(given.check)
+    if given.corpus is not None:
+        if given.out is None:
+            raise DataError("--out is missing: the jsonl file to write")
+        count = write_corpus(given.corpus, given.out)
+        print(f"{given.out}: {count} documents, {given.out.stat().st_size:,} bytes")
+        return 0
+    prepare(given)
     return 0
 
 

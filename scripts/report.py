@@ -9,7 +9,6 @@ It needs only the run folder, works while the run is at work, and the file needs
 
 from __future__ import annotations
 
-import argparse
 import html
 import io
 import sys
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.errors import UserError
-from training.config.load import fail, user_path
+from scripts._command import command, make_parser
+from training.config.load import user_path
 from training.report.plots import figures
 from training.report.record import Finding, Record, findings, read_run, unigram_entropy
 from training.report.run_log import human_count, human_time
@@ -179,19 +178,15 @@ def render(record: Record, now: float | None = None) -> str:
     )
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", type=user_path, help="run folder, or a checkpoint in it")
     parser.add_argument("--out", type=user_path, help="file to write (default RUN/report.html)")
     options = parser.parse_args(arguments)
-    try:
-        record = read_run(options.run)
-        out = options.out or record.folder / "report.html"
-        out.write_text(render(record), encoding="utf-8")
-    except (UserError, OSError) as error:
-        fail(error)
+    record = read_run(options.run)
+    out = options.out or record.folder / "report.html"
+    out.write_text(render(record), encoding="utf-8")
     print(" | ".join(f"{name} {value}" for value, name in cards(record, unigram_entropy(record))))
     for finding in findings(record):
         print(f"{finding.level}: {finding.seen}\n  → {finding.remedy}")

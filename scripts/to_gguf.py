@@ -25,20 +25,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.config import read_config_json
 from models.errors import UserError, brief
-from training.config.load import expand_home
+from scripts._command import command, make_parser
+from training.config.load import user_path
 
 DTYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "folder", type=expand_home, help="Hugging Face folder, as export_hf.py writes it"
-    )
-    parser.add_argument("file", type=expand_home, help="GGUF file to write; must not exist")
-    parser.add_argument("--dtype", choices=DTYPES, default="f32", help="default: %(default)s")
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("folder", type=user_path, help="Hugging Face folder, as export_hf.py writes it")
+    add("file", type=user_path, help="GGUF file to write; must not exist")
+    add("--dtype", choices=DTYPES, default="f32", help="default: %(default)s")
     return parser.parse_args(arguments)
 
 
@@ -142,16 +140,12 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
         partial.unlink(missing_ok=True)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
-    from training.config.load import fail
-
     options = parse(arguments)
-    file = Path(options.file)
-    try:
-        convert(Path(options.folder), file, options.dtype)
-    except (UserError, OSError) as error:
-        fail(error)
-    print(f"{file}: {file.stat().st_size / 1e6:,.1f} MB {options.dtype}")
+    convert(options.folder, options.file, options.dtype)
+    size = options.file.stat().st_size
+    print(f"{options.file}: {size / 1e6:,.1f} MB {options.dtype}")
     return 0
 
 

@@ -30,33 +30,35 @@ from models.hf import DTYPES, export_hf
 from models.transformer import Decoder
 from models.upcycle import load_dense, mean_loss, upcycle
 from moe.upcycle import add_noise, drop_columns
+from scripts._command import command, make_parser, number
 from training.checkpoint.weights import tokenizer_folder
-from training.config.load import expand_home, fail, user_path
+from training.config.load import expand_home, user_path
 from training.data.tokenizer import TextTokenizer, read_tokenizer
-from training.faults import SCRIPT_ERRORS
 
 TEXT = Path(__file__).resolve().parent.parent / "training/data/bundled/moby-dick/moby-dick.jsonl"
 TOLERANCE = 1e-6
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser, share = make_parser(__doc__), number(float, least=0, most=1)
+    add = parser.add_argument
+    add("folder", type=expand_home, help="dense Hugging Face folder")
+    add("out", type=expand_home, help="where to write; must not hold a model yet")
+    add("--experts", type=int, required=True, help="experts per layer")
+    add("--top-k", type=int, required=True, help="experts per token")
+    add(
+        "--granularity",
+        type=int,
+        default=1,
+        help="experts that one copy of the dense network is split into",
     )
-    parser.add_argument("folder", type=expand_home, help="dense Hugging Face folder")
-    parser.add_argument("out", type=expand_home, help="where to; must not hold a model yet")
-    parser.add_argument("--experts", type=int, required=True, help="experts of each layer")
-    parser.add_argument("--top-k", type=int, required=True, help="experts of each token")
-    parser.add_argument("--granularity", type=int, default=1, help="shards of a copy")
-    parser.add_argument(
-        "--sparse-step", type=int, default=1, help="every so many layers one is MoE"
-    )
-    parser.add_argument("--drop", type=float, default=0.0, help="share of columns drawn anew")
-    parser.add_argument("--noise", type=float, default=0.0, help="relative; tells copies apart")
-    parser.add_argument("--seed", type=int, default=0, help="of routers, --drop and --noise")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    parser.add_argument("--text", type=user_path, default=TEXT, help="what the receipt measures on")
-    parser.add_argument("--tokens", type=int, default=2048, help="of it; default: %(default)s")
+    add("--sparse-step", type=int, default=1, help="one layer in so many becomes MoE")
+    add("--drop", type=share, default=0.0, help="share of columns drawn anew")
+    add("--noise", type=share, default=0.0, help="relative noise on the copies")
+    add("--seed", type=int, default=0, help="random seed of routers, --drop and --noise")
+    add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    add("--text", type=user_path, default=TEXT, help="text for the losses of the receipt")
+    add("--tokens", type=number(least=2), default=2048, help="tokens of it; default: %(default)s")
     return parser.parse_args(arguments)
 
 
@@ -85,29 +87,21 @@ def receipt_tokens(
     return torch.tensor(ids[: rows * length]).view(rows, length), text.name
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    try:
-        if options.tokens < 2:
-            raise UserError(f"--tokens {options.tokens} must be at least 2")
-        for name in ("drop", "noise"):
-            value = getattr(options, name)
-            if not 0 <= value <= 1:
-                raise UserError(f"--{name} {value} must be from 0 to 1")
-        dense = load_dense(options.folder).eval()
-        folder = tokenizer_folder(options.folder)
-        tokenizer = None if folder is None else read_tokenizer(folder)
-        tokens, source = receipt_tokens(dense, tokenizer, options.text, options.tokens)
-        model, exact = upcycle(
-            dense,
-            num_experts=options.experts,
-            num_experts_per_tok=options.top_k,
-            granularity=options.granularity,
-            sparse_step=options.sparse_step,
-            seed=options.seed,
-        )
-    except SCRIPT_ERRORS as error:
-        fail(error)
+    dense = load_dense(options.folder).eval()
+    folder = tokenizer_folder(options.folder)
+    tokenizer = None if folder is None else read_tokenizer(folder)
+    tokens, source = receipt_tokens(dense, tokenizer, options.text, options.tokens)
+    model, exact = upcycle(
+        dense,
+        num_experts=options.experts,
+        num_experts_per_tok=options.top_k,
+        granularity=options.granularity,
+        sparse_step=options.sparse_step,
+        seed=options.seed,
+    )
     before, after = mean_loss(dense, tokens), mean_loss(model.eval(), tokens)
     receipt = {
         "from": str(options.folder), "experts": options.experts, "top_k": options.top_k,
@@ -133,10 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
             add_noise(model.layers[layer].moe, options.noise, generator)
         receipt["loss_changed"] = mean_loss(model, tokens)
         print(f"changed:  loss {receipt['loss_changed']:.7f} after --drop and --noise")
-    try:
-        exported = export_hf(model, options.out, dtype=options.dtype, tokenizer=tokenizer)
-    except SCRIPT_ERRORS as error:
-        fail(error)
+    exported = export_hf(model, options.out, dtype=options.dtype, tokenizer=tokenizer)
     (exported.folder / "upcycle.json").write_text(json.dumps(receipt, indent=2) + "\n")
     print(f"{exported.folder}: {model.config.family}, {exported.bytes / 1e6:,.1f} MB")
     print(f"continue with: python train.py CONFIG model.init_from={exported.folder}", end="")

@@ -119,8 +119,11 @@ def test_a_function_that_is_not_preserved_is_not_written(script, dense, tmp_path
         (["--experts", "6", "--top-k", "2", "--granularity", "4"], "granularity=4 must divide"),
         (["--experts", "4", "--top-k", "2", "--granularity", "5"], "intermediate_size=48"),
         (["--experts", "4", "--top-k", "2", "--sparse-step", "3"], "sparse_step=3 leaves none"),
-        (["--experts", "4", "--top-k", "2", "--drop", "1.5"], "--drop 1.5 must be from 0 to 1"),
-        (["--experts", "4", "--top-k", "2", "--tokens", "1"], "--tokens 1"),
+        (
+            ["--experts", "4", "--top-k", "2", "--drop", "1.5"],
+            "--drop: 1.5 must be at least 0 and at most 1",
+        ),
+        (["--experts", "4", "--top-k", "2", "--tokens", "1"], "--tokens: 1 must be at least 2"),
         (["--experts", "4", "--top-k", "1"], "norm_topk_prob"),
     ],
 )
