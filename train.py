@@ -202,7 +202,7 @@ def evaluate(job: Job) -> dict[str, float]:
             micro_batch_size=job.plan.micro_batch_size,
             rank=job.world.rank,
             world=job.world.size,
-            most_rows=evaluation.rows,
+            max_rows=evaluation.rows,
         )
         return validate(job.model, sources, world=job.world, device=job.device)
 

@@ -26,7 +26,7 @@ from training.config.load import expand_home, user_path
 from training.data.config import DataConfig, DataError, SourceConfig
 from training.data.corpora import CORPORA, write_corpus
 from training.data.lock import try_lock
-from training.data.sources import describe, make_reader, resolve, source_name
+from training.data.sources import make_reader, source_name
 from training.data.store import TokenStore, is_store
 from training.data.tokenizer import load_tokenizer
 from training.data.writer import refuse_bad_lines, write_store
@@ -61,7 +61,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def check(folder: Path) -> int:
     """Print what a store holds and everything that is wrong with it."""
     store = TokenStore(folder)
-    print(describe(str(folder), store), f"{len(store.blocks)} blocks", sep=", ")
+    print(store.describe(str(folder)), f"{len(store.blocks)} blocks", sep=", ")
     faults = store.check()
     for fault in faults:
         print(f"FAULT {fault}", file=sys.stderr)
@@ -101,9 +101,8 @@ def prepare(given: argparse.Namespace) -> None:
     if lock is None:
         raise DataError(f"{given.out} is being written by another process")
     try:
-        source = resolve(source, "inputs")
         reader = make_reader(source, "inputs")
-        for line in reader.told:
+        for line in reader.notes:
             print(line)
         # An earlier run of this command may have left its tokenizer here: it is used again if it
         # was trained, and must be the same if it is named.
@@ -127,7 +126,7 @@ def prepare(given: argparse.Namespace) -> None:
     if not store.documents:
         skipped = sum(store.skipped().values())
         raise DataError(f"no documents in the inputs ({skipped} lines or documents left out)")
-    print(describe(str(given.out), store))
+    print(store.describe(str(given.out)))
     print(
         f"{sum(b.tokens for b in new):,} tokens in {seconds:.1f} s "
         f"({sum(b.text_bytes for b in new) / 1e6 / max(seconds, 1e-9):.2f} MB/s)"

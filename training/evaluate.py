@@ -76,7 +76,7 @@ def validate(
         for row, name in zip(sums, names):
             for batch in sources[name]:
                 batch = batch.to(device, non_blocking=True)
-                out = model(batch.tokens_BL, **batch.beside)
+                out = model(batch.tokens_BL, **batch.model_kwargs)
                 row[0] += out.loss_sum
                 row[1] += batch.num_targets
     table = dict(zip(names, sum_(world, sums).tolist()))

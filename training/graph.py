@@ -65,7 +65,7 @@ class _Form:
         self.count = count
         self.batches = [
             dataclasses.replace(
-                batch._map(torch.clone), documents=pad_documents(batch.documents, count)
+                batch.map(torch.clone), documents=pad_documents(batch.documents, count)
             )
             for batch in batches
         ]

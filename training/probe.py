@@ -132,7 +132,7 @@ class Probe:
         if batch is None or not self.any_experts:
             return None
         with evaluation(self.model), torch.compiler.set_stance("force_eager"):
-            out = self.model(batch.tokens_BL, **batch.beside)
+            out = self.model(batch.tokens_BL, **batch.model_kwargs)
         targets = (batch.labels_BL >= 0).sum()
         total, count = sum_(self.world, torch.stack([out.loss_sum, targets]).double()).tolist()
         return total / count if count else None
@@ -173,7 +173,7 @@ class Probe:
 def make_probe(model: Decoder, data: TrainData, world: World, device: torch.device) -> Probe:
     """A probe of the first validation row of each process."""
     sources = data.validation(
-        micro_batch_size=1, rank=world.rank, world=world.size, most_rows=world.size
+        micro_batch_size=1, rank=world.rank, world=world.size, max_rows=world.size
     )
     batch = next((batch for rows in sources.values() for batch in rows), None)
     return Probe(model, None if batch is None else batch.to(device), world)

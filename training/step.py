@@ -134,7 +134,7 @@ def train_step(
         load_LE = load_before(model, batches, scope, world, tokens)
         for number, batch in enumerate(batches, 1):
             with optimizer.micro_batch(last=number == len(batches)):
-                out = model(batch.tokens_BL, **batch.beside)
+                out = model(batch.tokens_BL, **batch.model_kwargs)
                 terms = [out.loss_sum / targets]
                 loss = terms[0]
                 if out.router is not None:

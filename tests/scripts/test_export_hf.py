@@ -130,7 +130,7 @@ def test_b3_check_finds_a_tokenizer_that_is_rebuilt(script, trained, tmp_path, c
     problems = check_export(model, out, tokenizer=tokenizer, new_tokens=2).problems
     assert any("AutoTokenizer reads" in problem for problem in problems), problems
     file.write_text(right)
-    tokenizer.begin_with(True).save(out)
+    tokenizer.with_bos(True).save(out)
     problems = check_export(model, out, tokenizer=tokenizer, new_tokens=2).problems
     assert any("AutoTokenizer reads" in problem for problem in problems), problems
 

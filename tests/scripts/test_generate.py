@@ -56,7 +56,7 @@ def test_begin_token_as_in_training(trained) -> None:
     tokenizer = read_tokenizer(trained / "tokenizer")
     assert tokenizer.add_bos is False
     assert tokenizer.prompt("") == [tokenizer.eos_id]
-    begun = tokenizer.begin_with(True)
+    begun = tokenizer.with_bos(True)
     assert begun.prompt("") == [tokenizer.bos_id]
     assert begun.prompt("the") == [tokenizer.bos_id, *tokenizer.encode("the").tolist()]
 

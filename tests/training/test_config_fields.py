@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import train
+import training.data.cache
 import training.data.loader
-import training.data.sources
 from models.config import ModelConfig
 from moe.metrics import RouterStats
 from parallel import World
@@ -456,13 +456,13 @@ def test_texts_are_cached_where_it_is_said(run, tmp_path):
 
 def test_tokenising_uses_as_many_processes_as_are_said(run, monkeypatch, tmp_path):
     seen = []
-    real = training.data.sources.write_store
+    real = training.data.cache.write_store
 
     def write(*arguments, **keywords):
         seen.append(keywords["workers"])
         return real(*arguments, **keywords | {"workers": 1})
 
-    monkeypatch.setattr(training.data.sources, "write_store", write)
+    monkeypatch.setattr(training.data.cache, "write_store", write)
     run(f"data.tokenize_workers=3 data.cache_dir={tmp_path}/new")
     assert seen
     assert set(seen) == {3}

@@ -8,31 +8,25 @@ What lives here turns a `DataConfig` into micro-batches whose every row is a pur
     data.load_state_dict(state)
     for micro_batches in data.steps(global_batch_size=…, micro_batch_size=…, rank=…, world=…):
         ...  # a list of Batch, as many on every rank; data.state_dict() is now after this step
-    for name, batches in data.validation(micro_batch_size=…, rank=…, world=…, most_rows=64).items():
+    for name, batches in data.validation(micro_batch_size=…, rank=…, world=…, max_rows=64).items():
         ...  # as many Batch on every rank
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-
+from training.data.batch import Batch
+from training.data.build import build_data
 from training.data.config import DataConfig, DataError, SourceConfig
+from training.data.loader import TrainData
+from training.data.store import TokenStore
+from training.data.tokenizer import TextTokenizer, load_tokenizer
 
-_LAZY = {
-    "Batch": "batch",
-    "Documents": "batch",
-    "TextTokenizer": "tokenizer",
-    "TokenStore": "store",
-    "TrainData": "loader",
-    "build_data": "loader",
-    "load_tokenizer": "tokenizer",
-}
-
-__all__ = ["DataConfig", "DataError", "SourceConfig", *_LAZY]
-
-
-def __getattr__(name: str):
-    """Import the rest on first use: checking a config must not wait for torch."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"training.data.{_LAZY[name]}"), name)
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "DataError",
+    "SourceConfig",
+    "TextTokenizer",
+    "TokenStore",
+    "TrainData",
+    "build_data",
+    "load_tokenizer",
+]

@@ -17,7 +17,9 @@ from torch import Tensor
 from models.documents import Documents
 from training.data.order import Row
 
-EMPTY = (-1, 0, 0)
+RowId = tuple[int, int, int]
+"""(source, epoch, row): a row's identity in the data."""
+NO_ROW: RowId = (-1, 0, 0)
 """Identity of a row without tokens."""
 
 
@@ -41,24 +43,25 @@ class Batch:
     """labels that count"""
     num_tokens: int
     """valid tokens"""
-    rows: tuple[tuple[int, int, int], ...]
-    """(source, epoch, row) of each row: the batch's identity in the data; (-1, 0, 0) when empty"""
+    rows: tuple[RowId, ...]
+    """the batch's identity in the data"""
 
     @property
-    def beside(self) -> dict[str, Any]:
-        """What a model is told besides the tokens, by the names of its arguments."""
+    def model_kwargs(self) -> dict[str, Any]:
+        """What a model takes besides the tokens, by the names of its arguments."""
         names = ("labels_BL", "positions_BL", "documents", "valid_BL")
         return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`; lengths stay on the host."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """The same batch in pinned host memory (called by the DataLoader)."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with `function` of each of its tensors."""
         changed = {
             field.name: function(value)
             for field in dataclasses.fields(self)
@@ -71,13 +74,9 @@ class Batch:
 
 
 def make_batch(
-    rows: Sequence[Row | None], where: Sequence[tuple[int, int, int]], seq_len: int, pad_id: int
+    rows: Sequence[Row | None], ids: Sequence[RowId], seq_len: int, pad_id: int
 ) -> Batch:
-    """Put rows together; None is a row without tokens.
-
-    Args:
-        where: (source, epoch, row) of each row.
-    """
+    """Put rows together; None is a row without tokens."""
     shape = (len(rows), seq_len)
     tokens_BL = np.full(shape, pad_id, np.int64)
     labels_BL = np.full(shape, -100, np.int64)
@@ -106,9 +105,9 @@ def make_batch(
         labels_BL=torch.from_numpy(labels_BL),
         positions_BL=torch.from_numpy(positions_BL),
         valid_BL=torch.from_numpy(valid_BL),
-        source_B=torch.tensor([source for source, _, _ in where], dtype=torch.int64),
+        source_B=torch.tensor([source for source, _, _ in ids], dtype=torch.int64),
         documents=Documents.from_lengths(lengths),
         num_targets=int((labels_BL != -100).sum()),
         num_tokens=num_tokens,
-        rows=tuple(where),
+        rows=tuple(ids),
     )

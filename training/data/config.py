@@ -6,6 +6,7 @@ nothing reads it is an error and not a silence.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -16,6 +17,7 @@ from training.config.load import PathText
 
 BUNDLED = "bundled:"
 """Prefix of the texts and tokenizers that ship with the package: `bundled:moby-dick`."""
+BUNDLED_FOLDER = Path(__file__).resolve().parent / "bundled"
 
 
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")

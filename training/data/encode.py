@@ -27,19 +27,20 @@ import numpy as np
 from tokenizers import Tokenizer
 
 _BATCH_CHARACTERS = 1_000_000
-Edges = tuple["str | None", str]
+BosEos = tuple["str | None", str]
+"""Begin and end token of documents as text."""
 
 
 def encode_texts(
-    tokenizer: Tokenizer, texts: list[str], edges: Edges
+    tokenizer: Tokenizer, texts: list[str], bos_eos: BosEos
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids of all texts one after the other (uint32) and the end offset of each (int64).
 
     Args:
-        edges: begin and end token as text. A document written with them loses them here, since
+        bos_eos: begin and end token as text. A document written with them loses them here, since
             each document gets exactly one of each later.
     """
-    bos, eos = edges
+    bos, eos = bos_eos
     ids: list[np.ndarray] = []
     lengths: list[int] = []
     batch: list[str] = []
@@ -84,9 +85,9 @@ def _receive(pipe: BinaryIO) -> object:
 class Encoder:
     """Encodes blocks of texts in `workers` processes; 0 encodes in this one, on a thread."""
 
-    def __init__(self, tokenizer_file: Path, edges: Edges, workers: int):
+    def __init__(self, tokenizer_file: Path, bos_eos: BosEos, workers: int):
         self._file = tokenizer_file
-        self._edges = edges
+        self._bos_eos = bos_eos
         self._processes: list[subprocess.Popen] = []
         self._local = threading.local()
         self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="tokenize")
@@ -95,7 +96,7 @@ class Encoder:
             self._encode = self._encode_in_worker
         else:
             tokenizer = open_tokenizer(tokenizer_file)
-            self._encode = lambda texts: encode_texts(tokenizer, texts, edges)
+            self._encode = lambda texts: encode_texts(tokenizer, texts, bos_eos)
 
     def submit(self, texts: list[str]) -> Future:
         """A future of (ids, ends) of the texts."""
@@ -116,7 +117,7 @@ class Encoder:
         try:
             if getattr(self._local, "process", None) is None:
                 self._local.process = process
-                _send(process.stdin, (str(self._file), self._edges))
+                _send(process.stdin, (str(self._file), self._bos_eos))
             _send(process.stdin, texts)
             return _receive(process.stdout)
         except (EOFError, BrokenPipeError):
@@ -156,10 +157,10 @@ def open_tokenizer(file: Path | str) -> Tokenizer:
 def _serve() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     try:
-        file, edges = _receive(source)
+        file, bos_eos = _receive(source)
         tokenizer = open_tokenizer(file)
         while True:
-            _send(sink, encode_texts(tokenizer, _receive(source), edges))
+            _send(sink, encode_texts(tokenizer, _receive(source), bos_eos))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
 

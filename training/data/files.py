@@ -41,19 +41,19 @@ def format_of(path: Path, given: str) -> str | None:
     return _SUFFIXES.get(suffixes[-1]) if suffixes else None
 
 
-def find_files(source: SourceConfig, key: str, told: list[str] | None = None) -> list[Path]:
+def find_files(source: SourceConfig, key: str) -> tuple[list[Path], list[str]]:
     """Files of a source in a fixed order: as listed, and sorted inside a folder or glob. Of these,
     hidden files, pages about the data (README, LICENSE) and unknown endings are left out; a file
     that is named by itself is always taken. Each counts once.
 
-    Args:
-        told: gets lines about folders and globs: what is taken, what is left out and why; and
-            about files that are listed twice.
+    Returns:
+        the files, and lines for the log about folders and globs (what is taken, what is left out
+        and why) and about files that are listed twice.
 
     Raises:
         DataError: nothing there, or a file whose format its ending does not tell.
     """
-    told = [] if told is None else told
+    notes: list[str] = []
     paths = [source.path] if isinstance(source.path, str) else list(source.path or ())
     found: dict[Path, None] = {}
     twice: list[str] = []
@@ -72,7 +72,7 @@ def find_files(source: SourceConfig, key: str, told: list[str] | None = None) ->
                     f"{'; saved data sets: ' * bool(saved)}{', '.join(saved)}"
                 )
             names = _few([_name(match, path) for match in matches])
-            told.append(f"{given}: {_files(len(matches))} taken: {names}{_because(left_out)}")
+            notes.append(f"{given}: {_files(len(matches))} taken: {names}{_because(left_out)}")
         for match in matches:
             if format_of(match, source.format) is None:
                 raise DataError(
@@ -83,8 +83,8 @@ def find_files(source: SourceConfig, key: str, told: list[str] | None = None) ->
                 twice.append(str(match))
             found.setdefault(match.resolve())
     if twice:
-        told.append(f"listed more than once, and taken once: {_few(twice)}")
-    return list(found)
+        notes.append(f"listed more than once, and taken once: {_few(twice)}")
+    return list(found), notes
 
 
 def _inside(path: Path, given: str, key: str) -> list[Path]:
@@ -144,8 +144,8 @@ def _few(names: list[str]) -> str:
 
 
 def _because(left_out: dict[str, list[str]]) -> str:
-    told = [f"{_few(names)} ({reason})" for reason, names in left_out.items()]
-    return f"; left out: {'; '.join(told)}" if told else ""
+    reasons = [f"{_few(names)} ({reason})" for reason, names in left_out.items()]
+    return f"; left out: {'; '.join(reasons)}" if reasons else ""
 
 
 def _allowed(source: SourceConfig) -> str:

@@ -1,4 +1,4 @@
-"""From a `DataConfig` to batches: training steps that resume exactly, and fixed validation batches.
+"""Batches: training steps that resume exactly, and fixed validation batches.
 
 Global row j of a run is a pure function of (config, seed, j). A step takes the next
 `global_batch_size` rows and each rank its share of them, so the stream of rows does not depend on
@@ -8,10 +8,10 @@ is the same on every rank.
 
 from __future__ import annotations
 
-import logging
+import multiprocessing
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,19 +20,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from training.data.batch import EMPTY, Batch, make_batch
+from training.data.background import BackgroundWriter
+from training.data.batch import NO_ROW, Batch, RowId, make_batch
 from training.data.config import DataConfig, DataError
-from training.data.mixture import Cursor, integer_weights
-from training.data.order import Cut, HeldOut, Order
-from training.data.sources import describe, name_sources, open_source, resolve
+from training.data.mixture import Cursor
+from training.data.order import Order, RowFormat
 from training.data.store import content_hash, entropy, unigram_counts
-from training.data.stream import Feeder
 from training.data.tokenizer import TextTokenizer
-
-logger = logging.getLogger(__name__)
-
-Where = tuple[int, int, int]
-_VALIDATION_SEED = 1
 
 
 @dataclass
@@ -41,9 +35,10 @@ class Source:
 
     name: str
     order: Order
-    feeder: Feeder | None = None
-    told: Sequence[str] = ()
-    """Lines about which files of a folder it is made of, and which are left out."""
+    background: BackgroundWriter | None = None
+    """what writes the store while it is read"""
+    notes: Sequence[str] = ()
+    """lines for the log about which files of a folder it is made of"""
 
     @cached_property
     def content(self) -> str:
@@ -53,63 +48,61 @@ class Source:
 
     def has(self, epoch: int, row: int) -> bool:
         """Whether the epoch has this row; waits while it is still being tokenised."""
-        if self.feeder is not None and not self.order.store.complete:
+        if self.background is not None and not self.order.store.complete:
             if not self.order.has(epoch, row):
-                self.feeder.wait_for(lambda: self.order.has(epoch, row))
-            self.feeder.want(self.order.block_at(epoch, row))
+                self.background.wait_for(lambda: self.order.has(epoch, row))
+            self.background.want(self.order.block_at(epoch, row))
         return self.order.has(epoch, row)
 
 
-class _Rows(Dataset):
-    """A micro-batch by the places of its rows; what reader processes get a copy of."""
+class RowDataset(Dataset):
+    """A micro-batch by the ids of its rows; what reader processes get a copy of."""
 
-    def __init__(self, orders: Sequence[Order], cut: Cut, pad_id: int):
-        self.orders, self.cut, self.pad_id = list(orders), cut, pad_id
+    def __init__(self, orders: Sequence[Order], row_format: RowFormat, pad_id: int):
+        self.orders, self.format, self.pad_id = list(orders), row_format, pad_id
 
-    def __getitem__(self, where: tuple[Where, ...]) -> Batch:
-        rows = [None if s < 0 else self.orders[s].row(epoch, row) for s, epoch, row in where]
-        return make_batch(rows, where, self.cut.seq_len, self.pad_id)
+    def __getitem__(self, ids: tuple[RowId, ...]) -> Batch:
+        rows = [None if s < 0 else self.orders[s].row(epoch, row) for s, epoch, row in ids]
+        return make_batch(rows, ids, self.format.seq_len, self.pad_id)
 
 
-class _Places:
-    """Places of one rank's micro-batches, step by step. Runs ahead of training by the prefetch, so
+@dataclass
+class _Sampler:
+    """Row ids of one rank's micro-batches, step by step. Runs ahead of training by the prefetch, so
     the state after each step waits in `states` until the step is handed out."""
 
-    def __init__(self, cursor: Cursor, share: _Share, steps: int | None):
-        self.cursor, self.share, self.steps = cursor, share, steps
-        self.states: deque[dict[str, Any]] = deque()
-
-    def __iter__(self) -> Iterator[tuple[Where, ...]]:
-        done = 0
-        while self.steps is None or done < self.steps:
-            rows = [self.cursor.next() for _ in range(self.share.global_batch_size)]
-            self.states.append(self.cursor.state_dict())
-            yield from self.share.micro_batches(rows)
-            done += 1
-
-
-@dataclass(frozen=True)
-class _Share:
-    """A rank's part of a step: consecutive rows (one more for the first ranks where they do not
-    divide) in equally many micro-batches on every rank, the last ones filled up by empty rows."""
-
+    cursor: Cursor
     global_batch_size: int
     micro_batch_size: int
     rank: int
     world: int
+    steps: int | None
+
+    def __post_init__(self) -> None:
+        self.states: deque[dict[str, Any]] = deque()
 
     @property
-    def count(self) -> int:
-        """Micro-batches of a step on each rank."""
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, on every rank alike."""
         rows = -(-self.global_batch_size // self.world)
         return -(-rows // self.micro_batch_size)
 
-    def micro_batches(self, rows: list[Where]) -> Iterator[tuple[Where, ...]]:
-        each, more = divmod(self.global_batch_size, self.world)
+    def __iter__(self) -> Iterator[tuple[RowId, ...]]:
+        done = 0
+        while self.steps is None or done < self.steps:
+            rows = [self.cursor.next() for _ in range(self.global_batch_size)]
+            self.states.append(self.cursor.state_dict())
+            yield from self._share(rows)
+            done += 1
+
+    def _share(self, rows: list[RowId]) -> Iterator[tuple[RowId, ...]]:
+        """This rank's part of a step: consecutive rows, one more on the first ranks where they do
+        not divide, filled up to whole micro-batches."""
+        each, more = divmod(len(rows), self.world)
         start = self.rank * each + min(self.rank, more)
         mine = rows[start : start + each + (self.rank < more)]
         size = self.micro_batch_size
-        mine += [EMPTY] * (self.count * size - len(mine))
+        mine += [NO_ROW] * (self.micro_batches * size - len(mine))
         for first in range(0, len(mine), size):
             yield tuple(mine[first : first + size])
 
@@ -124,10 +117,10 @@ class TrainData:
         sources: list[Source],
         weights: list[int],
         validation: list[Source],
-        cut: Cut,
+        row_format: RowFormat,
         seed: int,
     ):
-        self.config, self.tokenizer, self.cut, self.seed = config, tokenizer, cut, seed
+        self.config, self.tokenizer, self.format, self.seed = config, tokenizer, row_format, seed
         self.sources, self.validation_sources = sources, validation
         self.weights = weights
         self._cursor = self._new_cursor()
@@ -160,8 +153,8 @@ class TrainData:
         lines: list[str] = []
         for source, weight in zip(self.sources, self.weights):
             share = f"; {weight / sum(self.weights):.1%} of the rows" * (len(self.sources) > 1)
-            lines += [*source.told, describe(source.name, source.order.store) + share]
-        return lines + [line for source in self.validation_sources for line in source.told]
+            lines += [*source.notes, source.order.store.describe(source.name) + share]
+        return lines + [line for source in self.validation_sources for line in source.notes]
 
     # --- training -------------------------------------------------------------------------------
 
@@ -190,21 +183,23 @@ class TrainData:
             RuntimeError: a reader process died.
             DataError: a streamed source cannot go on, or a block is damaged or gone.
         """
-        share = _Share(global_batch_size, micro_batch_size, rank, world)
         cursor = self._new_cursor()  # runs ahead
         cursor.load_state_dict(self._cursor.state_dict())
-        places = _Places(cursor, share, steps)
-        loader = iter(self._loader(self.sources, places, pin_memory, ahead=2 * share.count))
+        sampler = _Sampler(cursor, global_batch_size, micro_batch_size, rank, world, steps)
+        others = set(multiprocessing.active_children())
+        count = sampler.micro_batches
+        loader = iter(self._loader(self.sources, sampler, pin_memory, ahead=2 * count))
+        readers = set(multiprocessing.active_children()) - others
         try:
-            while batches := [batch for _, batch in zip(range(share.count), loader)]:
-                self._cursor.load_state_dict(places.states.popleft())
+            while batches := [batch for _, batch in zip(range(count), loader)]:
+                self._cursor.load_state_dict(sampler.states.popleft())
                 yield batches
         except DataError as error:  # a reader process's comes with its traceback before it
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
         except (EOFError, OSError) as error:
             # Besides torch's own message of a killed worker, what a batch's shared memory answers
             # whose process is gone: a lost connection, or a file or socket that is not there.
-            if _a_reader_died(loader):
+            if _any_dies(readers):
                 raise RuntimeError(
                     f"a process that reads batches died ({type(error).__name__}); if it was killed "
                     "for memory, set data.workers lower"
@@ -221,15 +216,15 @@ class TrainData:
     def _loader(
         self,
         sources: list[Source],
-        places: Iterable[tuple[Where, ...]],
+        ids: Iterable[tuple[RowId, ...]],
         pin_memory: bool,
         ahead: int = 0,
     ) -> DataLoader:
-        """Micro-batches at `places`, read in processes of their own if `ahead` (their number)."""
+        """Micro-batches of these rows; `ahead` of them (0: none) are read in other processes."""
         workers = self.config.workers if ahead else 0
         return DataLoader(
-            _Rows([source.order for source in sources], self.cut, self.tokenizer.pad_id),
-            sampler=places,
+            RowDataset([source.order for source in sources], self.format, self.tokenizer.pad_id),
+            sampler=ids,
             batch_size=None,
             num_workers=workers,
             prefetch_factor=max(2, -(-ahead // workers)) if workers else None,
@@ -259,7 +254,7 @@ class TrainData:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, also one made with other ranks, batch sizes or `workers`.
+        """Resume from a state, also one made with other ranks, batch sizes or `workers`.
 
         Changed weights are taken: shares count from here on.
 
@@ -302,9 +297,9 @@ class TrainData:
         """All that rows depend on beside the text."""
         return {
             "seed": self.seed,
-            "seq_len": self.cut.seq_len,
-            "packing": self.cut.packing,
-            "add_bos": self.cut.bos_id is not None,
+            "seq_len": self.format.seq_len,
+            "packing": self.format.packing,
+            "add_bos": self.format.bos_id is not None,
             "shuffle": self.config.shuffle,
             "stream": self.config.stream,
             "validation_fraction": self.config.validation_fraction,
@@ -319,7 +314,7 @@ class TrainData:
         micro_batch_size: int,
         rank: int = 0,
         world: int = 1,
-        most_rows: int | None = None,
+        max_rows: int | None = None,
         pin_memory: bool = False,
     ) -> dict[str, Iterator[Batch]]:
         """Validation micro-batches of this rank by source name; the same rows at every call.
@@ -328,28 +323,24 @@ class TrainData:
         of them empty where they do not divide.
 
         Args:
-            most_rows: of a source, over all ranks; None takes all.
+            max_rows: of a source, over all ranks; None takes all.
         """
         return {
-            source.name: self._validate(index, micro_batch_size, rank, world, most_rows, pin_memory)
+            source.name: self._validate(index, micro_batch_size, rank, world, max_rows, pin_memory)
             for index, source in enumerate(self.validation_sources)
         }
 
     def _validate(
-        self, index: int, size: int, rank: int, world: int, most: int | None, pin_memory: bool
+        self, index: int, size: int, rank: int, world: int, max_rows: int | None, pin_memory: bool
     ) -> Iterator[Batch]:
         rows = self.validation_sources[index].order.rows()
-        rows = rows if most is None else min(rows, most)
-        count = -(-rows // size)
-        each = -(-count // world)
-        places = []
-        for batch in range(rank * each, (rank + 1) * each):
-            first = batch * size
-            here = range(first, min(first + size, rows)) if batch < count else ()
-            where = [(index, 0, row) for row in here]
-            places.append(tuple(where + [EMPTY] * (size - len(where))))
+        rows = rows if max_rows is None else min(rows, max_rows)
+        each = -(-rows // (size * world))  # micro-batches of a rank
+        ids = [(index, 0, row) for row in range(rows)] + [NO_ROW] * (each * size * world - rows)
+        mine = ids[rank * each * size : (rank + 1) * each * size]
+        batches = [tuple(mine[first : first + size]) for first in range(0, len(mine), size)]
         # Without reader processes: validation rows are few, and starting them is not free.
-        yield from self._loader(self.validation_sources, places, pin_memory)
+        yield from self._loader(self.validation_sources, batches, pin_memory)
 
     # --- the rest -------------------------------------------------------------------------------
 
@@ -371,107 +362,16 @@ class TrainData:
     def close(self) -> None:
         """End background tokenising that this rank started."""
         for source in (*self.sources, *self.validation_sources):
-            if source.feeder is not None:
-                source.feeder.close()
+            if source.background is not None:
+                source.background.close()
 
 
-def _a_reader_died(loader: Iterator[Batch], patience_s: float = 1.0) -> bool:
-    """Whether a reader process of `loader` has ended by itself. Its sockets close a moment before
-    the kernel tells that it has."""
-    readers = getattr(loader, "_workers", ())  # of torch's iterator; none with workers=0
+def _any_dies(processes: Collection[multiprocessing.Process], patience_s: float = 1.0) -> bool:
+    """Whether one of the processes has ended, or does within `patience_s`: its sockets close a
+    moment before the kernel tells that it has."""
     end = time.monotonic() + patience_s
-    while readers and all(reader.is_alive() for reader in readers):
+    while processes and all(process.is_alive() for process in processes):
         if time.monotonic() > end:
             return False
         time.sleep(0.02)
-    return bool(readers)
-
-
-def build_data(
-    config: DataConfig, tokenizer: TextTokenizer, *, seed: int, timeout_s: float = 1800.0
-) -> TrainData:
-    """Tokenise what is not yet tokenised and check that there is enough of it.
-
-    Every rank calls this, in any order and without a process group: one of those that share a file
-    system writes, the others wait.
-
-    Args:
-        config: data section.
-        tokenizer: of `load_tokenizer`.
-        seed: of the order of documents.
-        timeout_s: how long to wait for another process that makes no progress.
-
-    Raises:
-        DataError: nothing to read, too little text, a bad line under `stop`, two sources of one
-            name, a store of another tokenizer … in one line.
-    """
-    tokenizer = tokenizer.begin_with(config.add_bos)
-    cut = Cut(
-        seq_len=config.seq_len,
-        packing=config.packing,
-        eos_id=tokenizer.eos_id,
-        bos_id=tokenizer.bos_id if tokenizer.add_bos else None,
-    )
-    names = name_sources(config.sources, "data.sources")
-    validation_names = name_sources(config.validation_sources, "data.validation_sources")
-    sources: list[Source] = []
-    validation: list[Source] = []
-    for index, (given, name) in enumerate(zip(config.sources, names)):
-        key = f"data.sources[{index}]"
-        store, feeder, told = open_source(
-            resolve(given, key), key, config, tokenizer, stream=config.stream, timeout_s=timeout_s
-        )
-        streamed = feeder is not None
-        if streamed:
-            feeder.wait_for(lambda store=store: store.documents > 0)
-        place = f"{key} ({given.path or given.hub})"
-        held = HeldOut(store, config.validation_fraction, streamed, place)
-        order = Order(
-            store, cut, seed=seed if config.shuffle else None, held=held, streamed=streamed
-        )
-        if streamed:
-            feeder.wait_for(lambda order=order: order.has(0, 0))
-        source = Source(name, order, feeder, told)
-        sources.append(source)
-        _check_enough(source, key, str(given.path or given.hub))
-        if config.validation_fraction:
-            part = Order(
-                store, cut, seed=_VALIDATION_SEED, held=held, streamed=streamed, validation=True
-            )
-            validation.append(Source(name, part))
-    if config.stream and all(source.feeder is None for source in sources):
-        raise DataError("data.stream=true has no use: all sources are token stores already")
-    for index, (given, name) in enumerate(zip(config.validation_sources, validation_names)):
-        key = f"data.validation_sources[{index}]"
-        store, _, told = open_source(
-            resolve(given, key), key, config, tokenizer, stream=False, timeout_s=timeout_s
-        )
-        order = Order(store, cut, seed=_VALIDATION_SEED, held=HeldOut(store, 0.0, False))
-        source = Source(name, order, told=told)
-        validation.append(source)
-        _check_enough(source, key, str(given.path or given.hub))
-    for source in (*sources, *validation):
-        if source.order.store.skipped() and not source.order.validation:
-            logger.warning("%s", describe(source.name, source.order.store))
-    given = [source.weight for source in config.sources]
-    weights = given if given[0] is not None else [source.order.rows() or 1 for source in sources]
-    return TrainData(config, tokenizer, sources, integer_weights(weights), validation, cut, seed)
-
-
-def _check_enough(source: Source, key: str, place: str) -> None:
-    """Refuse a source that cannot fill a row (or, without packing, has no document at all)."""
-    order, store = source.order, source.order.store
-    need = order.cut.seq_len if order.cut.packing else 1
-    if not store.complete or order.units() >= need:
-        return
-    unit = "tokens" if order.cut.packing else "rows"
-    skipped = sum(store.skipped().values())
-    left_out = f" ({skipped} lines or documents left out)" if skipped else ""
-    examples = [example for block in store.blocks for example in block.examples][:1]
-    if not store.documents and not skipped:
-        raise DataError(f"{key} ({source.name}): {place} holds no text")
-    raise DataError(
-        f"{key} ({source.name}: {place}) is too small: {order.units()} {unit} in "
-        f"{store.documents} documents{left_out}, and data.seq_len={order.cut.seq_len} needs at "
-        f"least {need}" + "".join(f"; the first left out: {example}" for example in examples)
-    )
+    return bool(processes)

@@ -3,15 +3,12 @@
 An epoch of a source is its documents in a permuted order, one after the other, each as
 [begin] + ids + [end]. With packing, row i is tokens [i*L, (i+1)*L) of that stream; without, each
 document is cut into chunks of L, and row i is the i-th chunk. A document cut by the end of a row
-goes on in the next one, and the label of its last token in a row is the first token of the next
+continues in the next one, and the label of its last token in a row is the first token of the next
 row: every token but a document's first is a target exactly once.
 
 The permutation is made in windows of whole blocks: blocks are permuted, grouped into windows of
 some 2 M documents, and the documents permuted inside each window. A smaller store is permuted as a
 whole. In the first epoch of a streamed source, each block is a window, and blocks come as read.
-
-Random numbers are raw 64-bit words of PCG64 seeded through SeedSequence, sorted: numpy keeps both
-stable, its `permutation` not (NEP 19), and a run may be resumed under another numpy.
 
 Shape letters: B blocks, D documents of a window.
 """
@@ -25,13 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from training.data.config import DataError
+from training.data.held_out import HeldOut
+from training.data.randomness import BLOCKS, DOCUMENTS, permutation
 from training.data.store import TokenStore
 
 WINDOW_DOCUMENTS = 2_000_000
-_EXACT_HOLD_OUT = 1 << 24
-_HOLD_OUT_SEED = 0x7E55E7A
-_BLOCKS, _DOCUMENTS, _HELD = range(3)  # what a random sequence is for
 
 
 class Row(NamedTuple):
@@ -44,7 +39,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowFormat:
     """How documents become rows."""
 
     seq_len: int
@@ -72,74 +67,6 @@ class Cut:
         return -(-units // self.seq_len) if self.packing else units
 
 
-def random_words(count: int, *key: int) -> np.ndarray:
-    """uint64 [count], a function of the key alone."""
-    return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
-
-
-def _permutation(count: int, *key: int) -> np.ndarray:
-    return np.argsort(random_words(count, *key), kind="stable")
-
-
-class HeldOut:
-    """Documents of a store that are for validation, by block. The choice ignores the run's seed.
-
-    `fraction` of the documents, at least one; a single document is divided, and the last
-    `fraction` of its tokens are held out. Of a streamed store, of its first block.
-
-    Args:
-        place: the key and the text, for errors.
-
-    Raises:
-        DataError: too little text to hold any out.
-    """
-
-    tail: int | None = None
-    """Tokens at the end of the only document that are held out; None: documents are whole."""
-
-    def __init__(
-        self, store: TokenStore, fraction: float, streamed: bool, place: str = "data.sources"
-    ):
-        blocks = range(1) if streamed else range(len(store.blocks))
-        counts = [store.blocks[block].documents for block in blocks]
-        total = sum(counts)
-        self._by_block: dict[int, np.ndarray] = {}
-        if fraction == 0.0:
-            return
-        tokens = sum(store.blocks[block].tokens for block in blocks)
-        if tokens < 2:
-            raise DataError(
-                f"{place} has {tokens} tokens in {total} documents, too few for both training and "
-                f"validation (data.validation_fraction={fraction}); give more text"
-            )
-        if total == 1:
-            self._by_block[counts.index(1)] = np.zeros(1, np.int64)
-            self.tail = min(max(round(fraction * tokens), 1), tokens - 1)
-            return
-        keys = (
-            random_words(count, _HOLD_OUT_SEED, _HELD, block) for block, count in enumerate(counts)
-        )
-        if total <= _EXACT_HOLD_OUT:
-            wanted = min(max(round(fraction * total), 1), total - 1)
-            chosen = np.argsort(np.concatenate(list(keys)), kind="stable")[:wanted]
-            block_of = np.searchsorted(np.cumsum(counts), chosen, side="right")
-            starts = np.cumsum([0, *counts])
-            for block in np.unique(block_of):
-                inside = chosen[block_of == block] - starts[block]
-                self._by_block[int(block)] = np.sort(inside)
-        else:
-            limit = np.uint64(int(fraction * 2.0**64))
-            for block, words in enumerate(keys):
-                self._by_block[block] = np.flatnonzero(words < limit)
-
-    def __getitem__(self, block: int) -> np.ndarray:
-        """Sorted indices of the held-out documents of a block."""
-        return self._by_block.get(block, _NONE)
-
-
-_NONE = np.zeros(0, np.int64)
-
-
 class Window(NamedTuple):
     """Documents that are permuted together, in their order."""
 
@@ -162,14 +89,14 @@ class Order:
     def __init__(
         self,
         store: TokenStore,
-        cut: Cut,
+        format: RowFormat,
         *,
         seed: int | None,
         held: HeldOut,
         streamed: bool = False,
         validation: bool = False,
     ):
-        self.store, self.cut, self.seed = store, cut, seed
+        self.store, self.format, self.seed = store, format, seed
         self.streamed, self.held, self.validation = streamed, held, validation
         self._units_B: list[int] = []
         self._ends_B: list[int] = []
@@ -197,10 +124,10 @@ class Order:
     def _block_units(self, block: int) -> int:
         if self.validation and not len(self.held[block]):
             return 0
-        if self.cut.packing and not len(self.held[block]):
+        if self.format.packing and not len(self.held[block]):
             info = self.store.blocks[block]  # known without reading the block
-            return info.tokens + self.cut.extra * info.documents
-        return int(self.cut.units(self._lengths(block)[1]).sum())
+            return info.tokens + self.format.extra * info.documents
+        return int(self.format.units(self._lengths(block)[1]).sum())
 
     def units(self) -> int:
         """Units of the blocks known so far."""
@@ -213,7 +140,7 @@ class Order:
     def rows(self) -> int | None:
         """Rows of an epoch; None while the store still grows."""
         if self._rows is None and (self.store.complete or (self.validation and self.streamed)):
-            self._rows = self.cut.rows(self.units())
+            self._rows = self.format.rows(self.units())
         return self._rows
 
     def has(self, epoch: int, row: int) -> bool:
@@ -222,7 +149,7 @@ class Order:
         if total is not None:
             return row < total
         return epoch == 0 and row < (
-            self.units() // self.cut.seq_len if self.cut.packing else self.units()
+            self.units() // self.format.seq_len if self.format.packing else self.units()
         )
 
     def block_at(self, epoch: int, row: int) -> int:
@@ -231,7 +158,7 @@ class Order:
         if epoch or not self.streamed:
             return 0
         self.units()
-        unit = row * self.cut.seq_len if self.cut.packing else row
+        unit = row * self.format.seq_len if self.format.packing else row
         return bisect.bisect_right(self._ends_B, unit)
 
     # --- the order ------------------------------------------------------------------------------
@@ -246,7 +173,7 @@ class Order:
         count = len(self._units_B)
         blocks = np.arange(count)
         if self.seed is not None and not in_order:
-            blocks = _permutation(count, self.seed, epoch, _BLOCKS)
+            blocks = permutation(count, self.seed, epoch, BLOCKS)
         if in_order:
             windows = [blocks[i : i + 1] for i in range(count)]
         else:
@@ -273,9 +200,9 @@ class Order:
         start_D = np.concatenate([start for start, _ in parts])
         length_D = np.concatenate([length for _, length in parts])
         if self.seed is not None:
-            order = _permutation(len(block_D), self.seed, epoch, _DOCUMENTS, int(blocks[0]))
+            order = permutation(len(block_D), self.seed, epoch, DOCUMENTS, int(blocks[0]))
             block_D, start_D, length_D = block_D[order], start_D[order], length_D[order]
-        bounds_D1 = np.cumsum([starts[index], *self.cut.units(length_D)], dtype=np.int64)
+        bounds_D1 = np.cumsum([starts[index], *self.format.units(length_D)], dtype=np.int64)
         window = Window(block_D, start_D, length_D, bounds_D1)
         self._windows[epoch, index] = window
         if len(self._windows) > 3:  # a row may begin in one window and end in the next
@@ -290,8 +217,8 @@ class Order:
             self.store.refresh()
             if not self.has(epoch, index):
                 raise IndexError(f"row {index} of epoch {epoch} of {self.store.folder}")
-        length = self.cut.seq_len
-        if not self.cut.packing:
+        length = self.format.seq_len
+        if not self.format.packing:
             window, document = self._find(epoch, index)
             first = (index - int(window.bounds_D1[document])) * length
             return self._fill([(window, document, first)], length)
@@ -302,7 +229,7 @@ class Order:
             window, document = self._find(epoch, unit)
             while room > 0 and document < len(window.length_D):
                 first = unit - int(window.bounds_D1[document])
-                size = int(window.length_D[document]) + self.cut.extra - first
+                size = int(window.length_D[document]) + self.format.extra - first
                 pieces.append((window, document, first))
                 unit += size
                 room -= size
@@ -323,9 +250,9 @@ class Order:
         used = 0
         for window, document, first in pieces:
             ids = self._document(window, document, first, first + room - used + 1)
-            size = int(window.length_D[document]) + self.cut.extra - first
-            if not self.cut.packing:
-                size -= int(size == room + 1)  # the end token is a target only, see Cut.units
+            size = int(window.length_D[document]) + self.format.extra - first
+            if not self.format.packing:
+                size -= int(size == room + 1)  # the end token is a target only, see RowFormat.units
             size = min(size, room - used)
             tokens[used : used + size] = ids[:size]
             targets = ids[1 : size + 1]
@@ -336,18 +263,18 @@ class Order:
 
     def _document(self, window: Window, document: int, first: int, last: int) -> np.ndarray:
         """Tokens [first, last) of [begin] + ids + [end], cut at the document's end."""
-        cut = self.cut
+        form = self.format
         length = int(window.length_D[document])
-        begin = cut.extra - 1
-        last = min(last, length + cut.extra)
+        begin = form.extra - 1
+        last = min(last, length + form.extra)
         start = int(window.start_D[document])
         ids = self.store.block(int(window.block_D[document]))[1]
         body = ids[start + max(first - begin, 0) : start + min(last - begin, length)]
         out = np.empty(last - first, np.int64)
         head = int(begin == 1 and first == 0)
         if head:
-            out[0] = cut.bos_id
+            out[0] = form.bos_id
         out[head : head + len(body)] = body
-        if last == length + cut.extra:
-            out[-1] = cut.eos_id
+        if last == length + form.extra:
+            out[-1] = form.eos_id
         return out

@@ -121,11 +121,20 @@ class TokenStore:
 
     def skipped(self) -> dict[str, int]:
         """Kind of problem → how many lines or documents were left out of the blocks so far."""
-        total: dict[str, int] = {}
-        for block in self.blocks:
-            for kind, count in block.skipped.items():
-                total[kind] = total.get(kind, 0) + count
-        return total
+        return count_skipped(self.blocks)
+
+    def describe(self, name: str) -> str:
+        """A line about the store for the log."""
+        text = f"{name}: {self.documents:,} documents, {self.tokens:,} tokens"
+        if not self.complete:
+            text += " so far (streaming)"
+        skipped = self.skipped()
+        if skipped:
+            text += "; left out " + ", ".join(f"{count} {kind}" for kind, count in skipped.items())
+            examples = [example for block in self.blocks for example in block.examples][:3]
+            if examples:
+                text += " (" + "; ".join(examples) + ")"
+        return text
 
     def block(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(ends int64 [documents], ids [tokens]) of a block, memory-mapped.
@@ -210,6 +219,15 @@ def read_blocks(folder: Path, offset: int = 0, have: int = 0) -> tuple[list[Bloc
         if values.pop("block") == have + len(blocks):  # two writers may list a block twice
             blocks.append(Block(**values))
     return blocks, offset + len(data)
+
+
+def count_skipped(blocks: list[Block]) -> dict[str, int]:
+    """Kind of problem → how many lines or documents were left out of these blocks."""
+    total: dict[str, int] = {}
+    for block in blocks:
+        for kind, count in block.skipped.items():
+            total[kind] = total.get(kind, 0) + count
+    return total
 
 
 def content_hash(blocks: list[Block]) -> str:

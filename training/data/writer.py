@@ -24,13 +24,20 @@ import numpy as np
 from training.data.config import DataError
 from training.data.encode import Encoder
 from training.data.identity import differences, file_hashes
+from training.data.items import Item, Position
 from training.data.lock import POLL_S, atomic_file, disk_errors
 from training.data.progress import Progress
-from training.data.readers import FileReader, HubReader, Item
-from training.data.store import FORMAT, VERSION, Block, block_path, content_hash, read_blocks
-from training.data.tokenizer import TextTokenizer
-
-Reader = FileReader | HubReader
+from training.data.sources import Reader
+from training.data.store import (
+    FORMAT,
+    VERSION,
+    Block,
+    block_path,
+    content_hash,
+    count_skipped,
+    read_blocks,
+)
+from training.data.tokenizer.text_tokenizer import TextTokenizer
 
 EMPTY = "empty"
 """Kind of a document without a character: left out, and no bad line."""
@@ -81,7 +88,7 @@ class _Pending:
     items: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
-    next: dict[str, Any] = field(default_factory=dict)
+    next: Position = field(default_factory=dict)
     future: Future | None = None
 
     def add(self, item: Item) -> None:
@@ -111,7 +118,7 @@ def write_store(
     block_bytes: int | None = None,
     may_write: Callable[[int], bool] | None = None,
 ) -> None:
-    """Make the store in `folder`, or go on with it. The caller holds its lock.
+    """Write the store in `folder`, or the rest of it. The caller holds its lock.
 
     Args:
         on_bad_line: stop or skip.
@@ -134,7 +141,7 @@ def write_store(
     bar = Progress(f"tokenising {label}" if label else "")
     counts = [sum(block.text_bytes for block in done), sum(block.tokens for block in done)]
     queue: deque[_Pending] = deque()
-    encoder = Encoder(folder / "tokenizer" / "tokenizer.json", tokenizer.edges, workers)
+    encoder = Encoder(folder / "tokenizer" / "tokenizer.json", tokenizer.bos_eos, workers)
     # Outermost: closing the log flushes once more what a full disk did not take.
     with disk_errors(folder), encoder, open(folder / "blocks.jsonl", "ab") as log, bar:
         if log.tell() > offset:
@@ -162,16 +169,12 @@ def write_store(
                     time.sleep(POLL_S)
         while queue:
             finish_first()
-    skipped: dict[str, int] = {}
-    for block in done:
-        for kind, count in block.skipped.items():
-            skipped[kind] = skipped.get(kind, 0) + count
     meta = {
         "blocks": len(done),
         "documents": sum(block.documents for block in done),
         "tokens": sum(block.tokens for block in done),
         "text_bytes": sum(block.text_bytes for block in done),
-        "skipped": skipped,
+        "skipped": count_skipped(done),
         "content": content_hash(done),
     }
     _write_json(folder / "meta.json", meta)
@@ -206,7 +209,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _read_blocks(
-    reader: Reader, start: dict[str, Any] | None, block_bytes: int, on_bad_line: str
+    reader: Reader, start: Position | None, block_bytes: int, on_bad_line: str
 ) -> Iterator[_Pending]:
     pending = _Pending()
     for item in reader.items(start):
@@ -227,7 +230,7 @@ def _write_block(folder: Path, index: int, pending: _Pending, dtype: str) -> Blo
     kept = np.diff(ends, prepend=0) > 0  # a text that was nothing but an end token
     if not kept.all():
         empty = int((~kept).sum())
-        pending.skipped["empty"] = pending.skipped.get("empty", 0) + empty
+        pending.skipped[EMPTY] = pending.skipped.get(EMPTY, 0) + empty
         ends = ends[kept]
     data = ends.astype("<i8").tobytes() + ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
     with atomic_file(block_path(folder, index)) as temporary:

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from training.data import DataConfig, SourceConfig, TokenStore, TrainData, build_data
 from training.data.batch import Batch
-from training.data.order import Cut, HeldOut, Order
+from training.data.held_out import HeldOut
+from training.data.order import Order, RowFormat
 from training.data.tokenizer import TextTokenizer, read_tokenizer
 
 EOS, BOS, PAD = 0, 1, 2
@@ -103,7 +104,7 @@ def finish(store: TokenStore) -> None:
 
 
 def make_order(store: TokenStore, seq_len: int, **changes) -> Order:
-    cut = Cut(
+    row_format = RowFormat(
         seq_len=seq_len,
         packing=changes.pop("packing", True),
         eos_id=EOS,
@@ -111,7 +112,7 @@ def make_order(store: TokenStore, seq_len: int, **changes) -> Order:
     )
     streamed = changes.get("streamed", False)
     held = HeldOut(store, changes.pop("fraction", 0.0), streamed)
-    return Order(store, cut, seed=changes.pop("seed", 7), held=held, **changes)
+    return Order(store, row_format, seed=changes.pop("seed", 7), held=held, **changes)
 
 
 def random_documents(count: int, longest: int, seed: int = 0) -> list[list[int]]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.training.data.helpers import EOS, PAD, make_order, make_store, random_documents
-from training.data.batch import EMPTY, Batch, make_batch
+from training.data.batch import NO_ROW, Batch, make_batch
 
 
 def batch_of(tmp_path: Path, documents: list, seq_len: int, rows: list[int | None]) -> Batch:
     order = make_order(make_store(tmp_path / "s", [documents]), seq_len, seed=None)
-    where = [EMPTY if row is None else (0, 0, row) for row in rows]
+    where = [NO_ROW if row is None else (0, 0, row) for row in rows]
     return make_batch(
         [None if row is None else order.row(0, row) for row in rows], where, seq_len, PAD
     )
@@ -31,7 +31,7 @@ def test_a_batch_by_hand(tmp_path: Path) -> None:
     assert batch.documents.cu_seqlens_N1.dtype == torch.int32
     assert batch.documents.max_length == 4
     assert batch.source_B.tolist() == [0, 0, -1]
-    assert batch.rows == ((0, 0, 0), (0, 0, 1), EMPTY)
+    assert batch.rows == ((0, 0, 0), (0, 0, 1), NO_ROW)
     assert (batch.num_targets, batch.num_tokens) == (5, 7)
     for name in ("tokens_BL", "labels_BL", "positions_BL", "source_B"):
         assert getattr(batch, name).dtype == torch.int64, name

@@ -25,7 +25,7 @@ from tests.training.data.helpers import (
     write_jsonl,
 )
 from training.data import DataConfig, DataError, SourceConfig, TrainData, build_data
-from training.data.loader import _Rows
+from training.data.loader import RowDataset
 from training.data.sources import name_sources
 from training.data.store import block_path
 
@@ -183,7 +183,7 @@ def test_reading_leaves_torch_random_state_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_c13_a_file_that_is_gone_is_named(tmp_path: Path, monkeypatch, workers: int) -> None:
     gone = tmp_path / "gone.bin"
-    monkeypatch.setattr(_Rows, "__getitem__", lambda self, where: open(gone))  # noqa: SIM115
+    monkeypatch.setattr(RowDataset, "__getitem__", lambda self, where: open(gone))  # noqa: SIM115
     data = make_data(tmp_path, UNEQUAL, seq_len=8, workers=workers)
     with pytest.raises(DataError) as told:
         next(data.steps(global_batch_size=2, micro_batch_size=2))
@@ -196,7 +196,7 @@ def test_c13_another_error_of_reading_is_not_a_death(tmp_path: Path, monkeypatch
     def refused(self, where):
         raise ConnectionResetError("by a file system")
 
-    monkeypatch.setattr(_Rows, "__getitem__", refused)
+    monkeypatch.setattr(RowDataset, "__getitem__", refused)
     data = make_data(tmp_path, UNEQUAL, seq_len=8, workers=workers)
     with pytest.raises(ConnectionResetError, match="by a file system"):
         next(data.steps(global_batch_size=2, micro_batch_size=2))
@@ -204,14 +204,14 @@ def test_c13_another_error_of_reading_is_not_a_death(tmp_path: Path, monkeypatch
 
 def test_a_killed_reader_process_is_an_error(tmp_path: Path, monkeypatch, capfd) -> None:
     data = make_data(tmp_path, UNEQUAL, seq_len=8, workers=1)
-    original = _Rows.__getitem__
+    original = RowDataset.__getitem__
 
     def dying(self, where):
         if torch.utils.data.get_worker_info() is not None and where[0][2] == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, where)
 
-    monkeypatch.setattr(_Rows, "__getitem__", dying)
+    monkeypatch.setattr(RowDataset, "__getitem__", dying)
 
     def run() -> None:
         take(data, 10, global_batch_size=2, micro_batch_size=2)
@@ -305,7 +305,7 @@ def test_validation_is_the_same_for_every_world_and_call(tmp_path: Path, packing
 def test_a_limit_takes_the_same_rows_in_every_world_and_micro_batch(tmp_path: Path) -> None:
     data = make_data(tmp_path, numbered(60, 7), seq_len=8, validation_fraction=0.5)
     limited = [
-        validation_rows(data, world, micro_batch_size=size, most_rows=10)["data"]
+        validation_rows(data, world, micro_batch_size=size, max_rows=10)["data"]
         for world, size in ((1, 4), (2, 2), (3, 2), (4, 1))
     ]
     assert limited[0] == limited[1] == limited[2] == limited[3]

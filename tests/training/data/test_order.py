@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import training.data.held_out as held_out_module
 import training.data.order as order_module
 from tests.training.data.helpers import (
     BOS,
@@ -21,6 +22,7 @@ from tests.training.data.helpers import (
 )
 from training.data import DataError
 from training.data.order import Order, Row
+from training.data.randomness import permutation
 
 
 def split(documents: list, blocks: int) -> list[list]:
@@ -150,7 +152,7 @@ def test_seed_and_epoch_change_the_order_and_nothing_else(tmp_path: Path) -> Non
 
 def test_the_permutation_is_the_same_for_ever() -> None:
     """A checkpoint of today must go on with the same rows under a later numpy."""
-    assert order_module._permutation(8, 3, 0, 1).tolist() == [7, 3, 5, 1, 2, 4, 6, 0]
+    assert permutation(8, 3, 0, 1).tolist() == [7, 3, 5, 1, 2, 4, 6, 0]
 
 
 def test_shuffling_mixes_documents_of_all_blocks(tmp_path: Path) -> None:
@@ -255,7 +257,7 @@ def test_only_the_first_block_of_a_stream_is_divided(tmp_path: Path) -> None:
 def test_very_many_documents_are_held_out_by_threshold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order_module, "_EXACT_HOLD_OUT", 10)
+    monkeypatch.setattr(held_out_module, "_EXACT_DOCUMENTS", 10)
     documents = random_documents(1000, 2)
     store = make_store(tmp_path / "s", split(documents, 4))
     held = documents_in(all_rows(make_order(store, 8, fraction=0.1, validation=True)))

@@ -11,8 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from training.data import DataError, SourceConfig
+from training.data.file_reader import FileReader
 from training.data.files import find_files
-from training.data.readers import FileReader, HubReader
+from training.data.hub_reader import HubReader
 from training.data.sources import make_reader, resolve
 
 BAD = [
@@ -29,7 +30,7 @@ BAD = [
 
 def reader(path: Path | str, **source) -> FileReader:
     source = SourceConfig(path=str(path), **source)
-    return FileReader(find_files(source, "data.sources[0].path"), source)
+    return FileReader(find_files(source, "data.sources[0].path")[0], source)
 
 
 def texts(source: FileReader | HubReader, start: dict | None = None) -> list[str]:
@@ -163,7 +164,7 @@ def test_which_files(tmp_path: Path) -> None:
         write(tmp_path / name, b'{"text": "x"}\n')
 
     def names(path: str | list[str], **source) -> list[str]:
-        return [p.name for p in find_files(SourceConfig(path=path, **source), "data.path")]
+        return [p.name for p in find_files(SourceConfig(path=path, **source), "data.path")[0]]
 
     assert names(str(tmp_path)) == ["a.jsonl", "b.jsonl"]
     assert names(f"{tmp_path}/*.jsonl") == ["a.jsonl", "b.jsonl"]
@@ -187,7 +188,7 @@ def test_c10_a_folder_is_not_hidden_by_where_it_lies(tmp_path):
     write(tmp_path / ".venv/texts/.b.txt", b"hidden")
     for path in (tmp_path / ".venv/texts", tmp_path / ".venv/*/*.txt"):
         source = SourceConfig(path=str(path), name="x")
-        assert [file.name for file in find_files(source, "path")] == ["a.txt"]
+        assert [file.name for file in find_files(source, "path")[0]] == ["a.txt"]
 
 
 def test_c10_a_folder_says_what_is_taken_and_what_is_left_out(tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_c10_a_folder_says_what_is_taken_and_what_is_left_out(tmp_path: Path) ->
     parquet(folder / "p.parquet", ["p1"])
     source = make_reader(SourceConfig(path=str(folder)), "data.sources[0]")
     assert texts(source) == ["a1", "a2", "b1", "b2", "c1", "c2", "d1", "e1", "n1", "l1", "p1"]
-    (line,) = source.told
+    (line,) = source.notes
     assert line == (
         f"{folder}: 8 files taken: a.jsonl.gz, b.jsonl.zst, c.json, d.json, inner/e.txt, "
         "inner/notes.md, license-notes.jsonl, p.parquet; left out: .cache/f.jsonl (hidden); "
@@ -217,7 +218,7 @@ def test_c10_a_folder_says_what_is_taken_and_what_is_left_out(tmp_path: Path) ->
     paths = [str(folder / "README.md"), f"{folder}/*.json", str(folder / "c.json")]
     source = make_reader(SourceConfig(path=paths), "data.sources[0]")
     assert texts(source) == ["# about\n", "c1", "c2", "d1"]
-    assert source.told == [
+    assert source.notes == [
         f"{folder}/*.json: 2 files taken: {folder}/c.json, {folder}/d.json; left out: "
         f"{folder}/dataset_info.json (about the data)",
         f"listed more than once, and taken once: {folder}/c.json",

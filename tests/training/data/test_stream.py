@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import training.data.sources as sources_module
+import training.data.cache as cache_module
 import training.data.writer as writer_module
 from tests.training.data.helpers import (
     EOS,
@@ -114,7 +114,7 @@ def test_through_datasets_it_is_the_same_stream(tmp_path: Path, opened) -> None:
 def test_the_writer_waits_for_training(
     tmp_path: Path, opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources_module, "AHEAD_BLOCKS", 3)
+    monkeypatch.setattr(cache_module, "AHEAD_BLOCKS", 3)
     data = opened(tmp_path)
     store = store_of(data)
 
@@ -149,7 +149,7 @@ def test_resuming_far_inside_an_empty_cache(
     take(data, 50, **OPTIONS)
     state = data.state_dict()
     expected = take(data, 5, **OPTIONS)
-    monkeypatch.setattr(sources_module, "AHEAD_BLOCKS", 1)
+    monkeypatch.setattr(cache_module, "AHEAD_BLOCKS", 1)
     other = opened(tmp_path, cache_dir=str(tmp_path / "elsewhere"))
     other.load_state_dict(state)
     assert take(other, 5, **OPTIONS) == expected
@@ -178,9 +178,9 @@ def test_a_bad_line_stops_training_where_it_is_reached(
 def test_a_killed_writer_is_told_and_the_next_run_goes_on(
     tmp_path: Path, opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources_module, "AHEAD_BLOCKS", 2)
+    monkeypatch.setattr(cache_module, "AHEAD_BLOCKS", 2)
     data = opened(tmp_path)
-    child = data.sources[0].feeder._child
+    child = data.sources[0].background._child
     child.send_signal(signal.SIGKILL)
     with pytest.raises(DataError, match=r"process that tokenises .* died \(exit code -9\)"):
         take(data, 75, **OPTIONS)
@@ -193,12 +193,12 @@ def test_a_killed_writer_is_told_and_the_next_run_goes_on(
 
 
 def test_the_writer_ends_with_a_killed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources_module, "AHEAD_BLOCKS", 1)
+    monkeypatch.setattr(cache_module, "AHEAD_BLOCKS", 1)
     monkeypatch.setattr(writer_module, "_INLINE_BYTES", 0)
 
     def run() -> None:
         data = make_data(tmp_path, TEXTS, seq_len=8, stream=True)
-        (tmp_path / "pid").write_text(str(data.sources[0].feeder._child.pid))
+        (tmp_path / "pid").write_text(str(data.sources[0].background._child.pid))
         (tmp_path / "pid").rename(tmp_path / "writer")
         time.sleep(60)
 
@@ -219,7 +219,7 @@ def test_of_several_ranks_one_has_the_writer(tmp_path: Path) -> None:
         data = make_data(tmp_path, TEXTS, seq_len=8, stream=True)
         steps = data.steps(rank=index, world=3, steps=10, global_batch_size=6, micro_batch_size=2)
         rows = [rows_of(step) for step in steps]
-        results.put((index, data.sources[0].feeder._child is not None, rows))
+        results.put((index, data.sources[0].background._child is not None, rows))
         time.sleep(0.5)  # whoever has the writer leaves last
         data.close()
 

@@ -29,7 +29,7 @@ SAMPLE = (
 
 def bundled_text() -> list[str]:
     config = DataConfig()
-    from training.data.sources import sample_texts
+    from training.data.tokenizer.train import sample_texts
 
     return list(sample_texts(config))
 

@@ -136,7 +136,7 @@ def grid(tmp_path_factory) -> dict[str, TextTokenizer]:
             named = (str(folder), str(folder / "tokenizer.json"), f"whale/{name}")
             for way, add_bos in product(range(3), (False, True)):
                 run, out = (root / f"{part}/{name}-{way}-{add_bos}" for part in ("run", "out"))
-                read_tokenizer(named[way]).begin_with(add_bos).save(run)
+                read_tokenizer(named[way]).with_bos(add_bos).save(run)
                 tokenizer = read_tokenizer(run)  # as a checkpoint's, by export and generate.py
                 assert tokenizer.add_bos == add_bos
                 tokenizer.save(out)
@@ -151,7 +151,7 @@ def test_b2_b4_training_ids_are_those_of_generation(grid) -> None:
     sources = {}
     for folder, tokenizer in grid.items():
         file = Path(folder.replace("/out/", "/run/")) / "tokenizer.json"
-        ids, ends = encode_texts(open_tokenizer(file), TEXTS, tokenizer.edges)
+        ids, ends = encode_texts(open_tokenizer(file), TEXTS, tokenizer.bos_eos)
         begin = [tokenizer.bos_id] * tokenizer.add_bos
         starts = [0, *ends[:-1].tolist()]
         rows = [begin + ids[a:b].tolist() for a, b in zip(starts, ends, strict=True)]

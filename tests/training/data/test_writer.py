@@ -25,9 +25,10 @@ from tests.training.data.helpers import (
     write_tokenizer,
 )
 from training.data import DataError, SourceConfig, TokenStore
+from training.data.file_reader import FileReader
 from training.data.files import find_files
+from training.data.hub_reader import HubReader
 from training.data.lock import run_once, try_lock
-from training.data.readers import FileReader, HubReader
 from training.data.tokenizer import read_tokenizer
 from training.data.writer import block_bytes_for, write_store
 
@@ -58,7 +59,7 @@ def text(tmp_path: Path) -> Path:
 
 def reader(path: Path, **source) -> FileReader:
     source = SourceConfig(path=str(path), **source)
-    return FileReader(find_files(source, "path"), source)
+    return FileReader(find_files(source, "path")[0], source)
 
 
 def make(tmp_path: Path, text: Path, name: str = "store", **options) -> Path:

@@ -3,7 +3,7 @@
 A child process writes the store block by block and holds its lock; every rank of every host that
 shares the folder only looks at what is finished. The child is tied to its parent by a pipe, so it
 ends however the parent ends. When it is gone and blocks are missing, the first rank to get the lock
-starts another, which goes on after the last finished block.
+starts another, which resumes after the last finished block.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from training.data.config import DataError, SourceConfig
+from training.data.config import DataError
 from training.data.lock import POLL_S, atomic_file, try_lock
 from training.data.store import TokenStore
 
@@ -31,12 +29,12 @@ AHEAD_BLOCKS = 64
 """The writer waits when it is so far ahead of training: a corpus may be larger than the disk."""
 
 
-class Feeder:
+class BackgroundWriter:
     """A store that is written in the background, seen from one rank.
 
     Args:
         folder: of the store; `plan.json` need not exist yet.
-        job: what the child needs, as JSON: see `_serve`.
+        job: what the child needs, as JSON: see `background_job`.
         save_tokenizer: writes the tokenizer where the child looks, FOLDER/tokenizer.
         timeout_s: without any new block while one is waited for.
     """
@@ -127,7 +125,7 @@ class Feeder:
             root = str(Path(__file__).resolve().parents[2])
             path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "training.data.stream"],
+                [sys.executable, "-m", "training.data.background_job"],
                 stdin=subprocess.PIPE,
                 pass_fds=[lock],  # the lock lives as long as the child
                 env={**os.environ, "PYTHONPATH": path},
@@ -155,51 +153,4 @@ class Feeder:
             self._child = None
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a Feeder stays in the process that made it")
-
-
-def _serve() -> None:
-    """The child: read the job from the first line of stdin; the end of stdin ends it."""
-    job = json.loads(sys.stdin.buffer.readline())
-
-    def leash() -> None:
-        while os.read(0, 1):  # not through sys.stdin, whose lock would be held at exit
-            pass
-        os._exit(0)
-
-    threading.Thread(target=leash, daemon=True).start()
-    # Here, as they take a second: the leash must hold from the start.
-    from training.data.sources import make_reader
-    from training.data.tokenizer import read_tokenizer
-    from training.data.writer import write_store
-
-    folder = Path(job["folder"])
-
-    def may_write(block: int) -> bool:
-        try:
-            wanted = int((folder / "wanted").read_text())
-        except FileNotFoundError:
-            wanted = 0
-        return block <= wanted + job["ahead"]
-
-    try:
-        tokenizer = read_tokenizer(folder / "tokenizer", **job["tokens"])
-        reader = make_reader(SourceConfig(**job["source"]), job["key"])
-        write_store(
-            folder,
-            reader,
-            tokenizer,
-            on_bad_line=job["on_bad_line"],
-            workers=job["workers"],
-            block_bytes=job["block_bytes"],
-            may_write=may_write,
-        )
-    except Exception as error:
-        message = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-        with atomic_file(folder / "error.json") as temporary:
-            temporary.write_text(json.dumps({"id": uuid.uuid4().hex, "message": message}))
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    _serve()
+        raise TypeError("a BackgroundWriter stays in the process that made it")
