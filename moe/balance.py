@@ -75,43 +75,6 @@ def balance_loss(stats: RouterStats, counts_E: Tensor | None = None) -> Tensor:
     return stats.experts * (fraction_E.to(prob_E.dtype) * prob_E).sum(dim=-1)
 
 
-def cv2_loss(stats: RouterStats, counts_E: Tensor | None = None) -> Tensor:
-    """Squared coefficient of variation of the load per layer, E * sum of F_e^2 - 1; 0 = balanced.
-
-    The load has no gradient of its own; it is lent that of the probabilities (F = P + stop(F -
-    P)), which makes the gradient exactly twice that of `balance_loss`, with a value that says
-    what is minimised.
-    """
-    fraction_E = load_fractions(stats.counts_E if counts_E is None else counts_E)
-    prob_E = stats.prob_sum_E / stats.tokens.clamp(min=1)[..., None]
-    fraction_E = prob_E + (fraction_E.to(prob_E.dtype) - prob_E).detach()
-    return stats.experts * fraction_E.square().sum(dim=-1) - 1.0
-
-
-def l1_loss(
-    stats: RouterStats,
-    k: int,
-    counts_E: Tensor | None = None,
-    step_tokens: Tensor | float | None = None,
-) -> Tensor:
-    """Size of the gates of `score="relu"` per layer, weighted by load: E / K * sum over e of
-    (tokens of e / tokens) * (mean gate of e). Its weight keeps the router sparse, and the load in
-    it balances (ReMoE, arXiv 2412.14711).
-
-    Args:
-        k: experts wanted per token.
-        counts_E, step_tokens: load of the whole step and its tokens; the micro-batch's when None.
-            Even, with K experts per token, where nothing was counted.
-    """
-    tokens = stats.tokens.clamp(min=1)
-    load_E = (stats.counts_E if counts_E is None else counts_E).detach().double()
-    share_E = load_E / (tokens[..., None] if counts_E is None else step_tokens)
-    some = load_E.sum(dim=-1, keepdim=True) > 0
-    share_E = torch.where(some, share_E, k / load_E.shape[-1])
-    mean_E = stats.gate_sum_E / tokens[..., None]
-    return stats.experts / k * (share_E.to(mean_E.dtype) * mean_E).sum(dim=-1)
-
-
 def sequence_loss(stats: RouterStats) -> Tensor:
     """Mean of the sequences' Switch losses, weighted by their valid tokens; 1.0 = balanced.
 
@@ -209,9 +172,6 @@ def auxiliary_loss(
     balance_coef: float = 0.0,
     z_coef: float = 0.0,
     sequence_coef: float = 0.0,
-    cv2_coef: float = 0.0,
-    l1_coef: Tensor | None = None,
-    k: int = 1,
     counts_E: Tensor | None = None,
 ) -> Tensor:
     """A micro-batch's share of the step's auxiliary loss, summed over layers.
@@ -219,8 +179,7 @@ def auxiliary_loss(
     Args:
         stats: of the micro-batch.
         step_tokens: valid tokens of the whole step over all micro-batches and ranks, T.
-        balance_coef, z_coef, sequence_coef, cv2_coef: strengths, per layer.
-        l1_coef: strength of `l1_loss`, [] or [L], with the K that it aims at: `k`.
+        balance_coef, z_coef, sequence_coef: strengths, per layer.
         counts_E: load of the whole step for the balance losses; the micro-batch's own when None.
     """
     loss = stats.tokens.new_zeros(stats.tokens.shape)
@@ -230,11 +189,6 @@ def auxiliary_loss(
         loss = loss + z_coef * z_loss(stats)
     if sequence_coef:
         loss = loss + sequence_coef * sequence_loss(stats)
-    if cv2_coef:
-        loss = loss + cv2_coef * cv2_loss(stats, counts_E)
-    if l1_coef is not None:
-        tokens = None if counts_E is None else step_tokens
-        loss = loss + l1_coef.detach() * l1_loss(stats, k, counts_E, tokens)
     return (stats.tokens / step_tokens * loss).sum()
 
 

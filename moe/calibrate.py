@@ -57,8 +57,7 @@ def calibrating(
                 -quantiles(*keys, router.active_k, targets, router.active_E), router.active_E
             )
             bias_E.copy_(new_E if average is None else average(new_E))
-        gating, routing, _ = layer._route(logits_TE, valid_T, None)
-        return gating, routing
+        return layer._route(logits_TE, valid_T, None)
 
     before = [layer.routing_hook for layer in layers]
     try:

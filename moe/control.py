@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from moe.balance import centred
 from moe.metrics import RouterStats
 from moe.router import Router
-from moe.router_gradient import FILLS, GRADIENTS
+from moe.router_gradient import GRADIENTS
 from moe.top_k import TopKSchedule
 
 DROPS = ("probability", "position")
-BIAS_UPDATES = ("none", "sign", "proportional", "rms", "quantile", "min_load")
-# Added to the root mean square of the violations: a perfectly balanced load moves nothing.
+BIAS_UPDATES = ("none", "sign", "quantile", "min_load")
+# Least divisor: a layer without tokens moves nothing.
 _TINY = 1e-20
 
 
@@ -49,16 +49,14 @@ class RouterControl:
 
     bias_update: str = "none"
     """How the selection bias b follows the load f with mean m, after every step:
-    sign          b += rate * sign(m - f)                 (Wang et al., arXiv 2408.15664)
-    proportional  b += rate * v with v = (m - f) / m
-    rms           b += rate * v / root mean square of v
-    min_load      b += rate for experts below `min_load` times the mean alone: no expert dies,
-                  and above that the load is left to itself
-    quantile      b = -q, q_e the excess over its tokens' (K+1)-th largest key that exactly the
-                  wanted number of tokens has for expert e: balanced in one or two steps, no rate
+    sign      b += rate * sign(m - f)                     (Wang et al., arXiv 2408.15664)
+    min_load  b += rate for experts below `min_load` times the mean alone: no expert dies, and
+              above that the load is left to itself
+    quantile  b = -q, q_e the excess over its tokens' (K+1)-th largest key that exactly the wanted
+              number of tokens has for expert e: balanced in one or two steps, no rate
     and is then centred to mean 0."""
     bias_rate: float = 1e-3
-    """Of sign, proportional, rms and min_load."""
+    """Of sign and min_load."""
     min_load: float = 0.25
     """min_load: the part of the mean load that every expert should have."""
     bias_ema: float = 0.0
@@ -95,34 +93,23 @@ class RouterControl:
     """Last step that draws experts (`MoEConfig.sample_temperature`); the temperature falls to 0
     until then, on a straight line. None: it stays, to the end."""
     gradient: str = "plain"
-    """What the router learns about experts that a token did not choose: plain (nothing), dense
-    (their outputs, computed in backward) or default (a mean output); see `moe.router_gradient`."""
-    default_fill: str = "gradient"
-    """default: use the mean outputs in the gradient alone, or add them to the output too (forward,
-    in evaluation as well)."""
+    """What the router learns about experts that a token did not choose: plain (nothing) or default
+    (a mean output); see `moe.router_gradient`."""
     default_decay: float = 0.95
     """default: of the average over steps that the mean outputs are."""
-    fill_until: int | None = None
-    """Last step in which mean outputs are added to the output; None: to the end."""
-    l1_start: float | None = None
-    """First weight of the penalty that keeps `score="relu"` sparse; see `moe.balance.l1_loss`."""
-    l1_factor: float = 1.2
-    """By which that weight rises after a step with more than K experts per token on average, and
-    falls otherwise (ReMoE, arXiv 2412.14711)."""
 
     def __post_init__(self) -> None:
         for name, words in (
             ("bias_update", BIAS_UPDATES),
             ("capacity_drop", DROPS),
             ("gradient", GRADIENTS),
-            ("default_fill", FILLS),
         ):
             if (word := getattr(self, name)) not in words:
                 raise ValueError(f"{name}={word!r} is unknown; allowed: {', '.join(words)}")
-        for name, least in (("bias_rate", 0), ("capacity", 0), ("l1_start", 0), ("l1_factor", 1)):
+        for name in ("bias_rate", "capacity"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > least):
-                raise ValueError(f"{name}={value} must be a finite number above {least}")
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be a finite number above 0")
         for name in ("bias_ema", "ema", "default_decay"):
             decay = getattr(self, name)
             if decay is not None and not 0 <= decay < 1:
@@ -143,13 +130,12 @@ class RouterControl:
     @property
     def stateful(self) -> bool:
         """Whether `update_routers` has anything to do."""
-        several = (self.ema, self.l1_start)
-        return self.bias_update != "none" or self.keep_load or any(s is not None for s in several)
+        return self.bias_update != "none" or self.keep_load or self.ema is not None
 
     @property
     def changes(self) -> int:
         """How often a router computes otherwise from some step on: each is compiled anew."""
-        until = (self.ema_until, self.capacity_until, self.fill_until, self.sample_until)
+        until = (self.ema_until, self.capacity_until, self.sample_until)
         steps = (*until, self.families_until, self.freeze_at)
         by_k = 0 if self.top_k is None else len(self.top_k.changes()) + self.top_k.soft
         return by_k + sum(step is not None for step in steps)
@@ -203,11 +189,6 @@ def begin_step(model: nn.Module, step: int) -> list[str]:
         router.capacity = capacity
         if (change := _set_temperature(router, step)) is not None:
             said[change] = None
-        fills = control.default_fill == "forward" and control.gradient == "default"
-        filling = fills and (control.fill_until is None or step <= control.fill_until)
-        if router.filling and not filling:
-            said["outputs of experts that were not chosen are filled in no longer"] = None
-        router.filling = filling
         frozen = control.freeze_at is not None and step >= control.freeze_at
         if frozen and not router.frozen:
             said["the routers' weights stay as they are from now on"] = None
@@ -224,21 +205,21 @@ def exported(model: nn.Module, selection_bias: bool) -> Iterator[None]:
     """
     routers = routers_of(model)
     before = [
-        (router.select_by_ema, router.k, router.selection_bias, router.filling, router.exclusive)
+        (router.select_by_ema, router.k, router.selection_bias, router.exclusive)
         for router in routers
     ]
     try:
         for router in routers:
             router.select_by_ema = False
             router.k = router.config.num_experts_per_tok
-            router.filling = router.exclusive = False
+            router.exclusive = False
             if not selection_bias:
                 router.selection_bias = None
         yield
     finally:
-        for router, (by_ema, k, bias, filling, exclusive) in zip(routers, before):
-            router.select_by_ema, router.k, router.selection_bias = by_ema, k, bias
-            router.filling, router.exclusive = filling, exclusive
+        for router, (by_ema, k, bias, exclusive) in zip(routers, before):
+            router.select_by_ema, router.k = by_ema, k
+            router.selection_bias, router.exclusive = bias, exclusive
 
 
 def _set_temperature(router: Router, step: int) -> str | None:
@@ -313,12 +294,8 @@ def update_routers(
             _update_bias(mine, seen, control, step, done_L)
         if control.keep_load:
             _assign([r.load_E for r in mine], seen.counts_E.float(), done_L)
-            if control.l1_start is not None:
-                _assign([r.load_tokens for r in mine], seen.tokens, done_L)
         if control.ema is not None:
             _update_ema(mine, control.ema, applied)
-        if control.l1_start is not None:
-            _update_l1(mine, seen, control.l1_factor, done_L)
 
 
 def _update_defaults(routers: Sequence[Router], stats: RouterStats, applied: Tensor | None) -> None:
@@ -387,9 +364,6 @@ def next_bias(bias_LE: Tensor, stats: RouterStats, control: RouterControl) -> Te
         missing_LE = missing_LE.sign()
     elif control.bias_update == "min_load":
         missing_LE = (missing_LE > 1 - control.min_load).to(missing_LE.dtype)
-    elif control.bias_update == "rms":
-        squares_L = missing_LE.square().sum(dim=1)  # free slots miss nothing
-        missing_LE = missing_LE / ((squares_L / stats.experts).sqrt()[:, None] + _TINY)
     new_LE = bias_LE.double() + control.bias_rate * missing_LE
     return centred(new_LE, in_use_LE).to(bias_LE.dtype)
 
@@ -402,13 +376,3 @@ def _update_ema(routers: Sequence[Router], decay: float, applied: Tensor | None)
         return
     for average, weight in zip(averages, weights):
         average.copy_(torch.where(applied > 0, torch.lerp(average, weight, 1 - decay), average))
-
-
-def _update_l1(
-    routers: Sequence[Router], stats: RouterStats, factor: float, done_L: Tensor
-) -> None:
-    wanted = routers[0].config.num_experts_per_tok
-    dense_L = stats.counts_E.double().sum(dim=1) > wanted * stats.tokens.double()
-    coefs = [router.l1_coef for router in routers]
-    coef_L = torch.stack(coefs)
-    _assign(coefs, torch.where(dense_L, coef_L * factor, coef_L / factor), done_L)

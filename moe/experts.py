@@ -216,7 +216,7 @@ def experts(
     if backend == "spmm":
         if any(t is not None for t in (b1_EH, b2_ED, main_w1, main_w2)):
             raise ValueError(
-                "backend='spmm' takes no biases and no main_grads; "
+                "backend='spmm' works without biases and main_grads; "
                 "use 'auto', 'triton' or 'reference'"
             )
         check_spmm(w2_EDN.shape[2], save)

@@ -32,9 +32,6 @@ from moe.router_checks import check_router
 from moe.router_gradient import (
     default_gradient,
     default_weights,
-    dense_gradient,
-    dense_weights,
-    filled_in,
     missing_pairs,
 )
 from moe.routing import Routing
@@ -61,11 +58,7 @@ class MoEConfig:
     num_experts_per_tok: int
     """K."""
     score: str = "softmax"
-    """softmax | sigmoid | sqrtsoftplus | identity; see `moe.kernels.routing.topk_gating`. Or
-    relu: a token goes to every expert whose logit is above zero, with that as its gate; K is what
-    `control.l1_start` makes the mean (ReMoE, arXiv 2412.14711)."""
-    relu_most: int | None = None
-    """Most experts of a token with score="relu"; None: all, 64 at most."""
+    """softmax | sigmoid | sqrtsoftplus | identity; see `moe.kernels.routing.topk_gating`."""
     norm: str = "topk_sum"
     """How gates come from scores: topk_sum (they sum to 1), none, softmax_topk."""
     route_scale: float = 1.0
@@ -132,17 +125,6 @@ class MoEConfig:
             raise ValueError(f"kernels={self.kernels!r} is unknown; allowed: {', '.join(BACKENDS)}")
         if self.save not in SAVE:
             raise ValueError(f"save={self.save!r} is unknown; allowed: {', '.join(SAVE)}")
-        gradient = self.control.gradient
-        if gradient == "dense" and self.rounding is not None:
-            raise ValueError(
-                "gradient='dense' with token rounding: which pairs are missing would depend on the "
-                "rounding; allowed with it: plain, default"
-            )
-        if self.score == "relu" and gradient != "plain":
-            raise ValueError(
-                f"gradient={gradient!r} is for routers that choose K experts; allowed with "
-                "score='relu': plain"
-            )
         activation_width(self.activation)
         if self.expert_widths is not None:
             self._check_widths()
@@ -160,11 +142,6 @@ class MoEConfig:
             )
         if self.save == "fp8_h":
             raise ValueError("save='fp8_h' does not go with expert_widths; allowed: h, x")
-        if self.control.gradient == "dense":
-            raise ValueError(
-                "gradient='dense' computes all experts as one product; allowed with "
-                "expert_widths: plain, default"
-            )
 
     @property
     def widths(self) -> Widths | None:
@@ -299,16 +276,15 @@ class MoE(nn.Module):
         logits_TE = router.logits(router_x_TD)
         select_TE = router.selection_logits(router_x_TD, logits_TE, valid_T)
         made_of = None if self._keeps_logits(select_TE) else router.made_of(router_x_TD)
-        gating, routing, gate_sum_E = self._route(logits_TE, valid_T, select_TE, made_of)
+        gating, routing = self._route(logits_TE, valid_T, select_TE, made_of)
         if self.routing_hook is not None:
             gating, routing = self.routing_hook(self, logits_TE, gating, routing)
 
         sums_ED = None
-        missing = self._missing(logits_TE, gating)
         if self.training and c.keeps_outputs:
-            y_TD, sums_ED = self.compute(x_TD, routing, missing, output_sums=True)
+            y_TD, sums_ED = self.compute(x_TD, routing, output_sums=True)
         else:
-            y_TD = self.compute(x_TD, routing, missing)
+            y_TD = self.compute(x_TD, routing)
         y_TD = self._by_defaults(y_TD, logits_TE, gating, routing, valid_T)
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         importance_E = importance_sums(self, x_TD, routing) if self.training else None
@@ -317,17 +293,9 @@ class MoE(nn.Module):
             sums_ED = sums_ED.to(gating.lse_T.dtype)
         stats = self._stats(
             logits_TE, select_TE, gating, routing, valid_T, sequences,
-            gate_sum_E=gate_sum_E, output_sum_ED=sums_ED, importance_sum_E=importance_E,
+            output_sum_ED=sums_ED, importance_sum_E=importance_E,
         )  # fmt: skip
         return y_TD.view(x.shape), stats
-
-    def _missing(self, logits_TE: Tensor, gating: Gating) -> tuple[Tensor, Tensor] | None:
-        """gradient="dense": weights of all pairs [T, E], and which of them were not chosen."""
-        c = self.config
-        if c.control.gradient != "dense" or not (self.training and torch.is_grad_enabled()):
-            return None
-        weight_TE = dense_weights(logits_TE, gating.expert_TK, c.score, c.norm, c.route_scale)
-        return weight_TE, missing_pairs(gating.expert_TK, c.num_experts)
 
     def _by_defaults(
         self,
@@ -337,15 +305,15 @@ class MoE(nn.Module):
         routing: Routing,
         valid_T: Tensor | None,
     ) -> Tensor:
-        """y with the gradient, or with the mean outputs, of pairs that were not computed."""
-        c, control, expert_TK = self.config, self.config.control, gating.expert_TK
-        learns = self.training and torch.is_grad_enabled()
-        if control.gradient == "default" and (learns or self.router.filling):
+        """y with the gradient of pairs that were not computed."""
+        c, expert_TK = self.config, gating.expert_TK
+        if not (self.training and torch.is_grad_enabled()):
+            return y_TD
+        if c.control.gradient == "default":
             missing_TE = missing_pairs(expert_TK, c.num_experts, routing)
             weight_TE = default_weights(logits_TE, c.score, c.route_scale, valid_T)
-            combine = filled_in if self.router.filling else default_gradient
-            y_TD = combine(y_TD, weight_TE, missing_TE, self.router.defaults())
-        if learns and c.rounding is not None and c.rounding.dropped_grad == "default":
+            y_TD = default_gradient(y_TD, weight_TE, missing_TE, self.router.defaults())
+        if c.rounding is not None and c.rounding.dropped_grad == "default":
             dropped_TK = dropped_pairs(routing, expert_TK)
             y_TD = dropped_pair_gradient(
                 y_TD, gating.gate_TK, expert_TK, dropped_TK, self.router.defaults()
@@ -360,17 +328,11 @@ class MoE(nn.Module):
         return weights
 
     def compute(
-        self,
-        x_TD: Tensor,
-        routing: Routing,
-        missing: tuple[Tensor, Tensor] | None = None,
-        output_sums: bool = False,
+        self, x_TD: Tensor, routing: Routing, output_sums: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Routed experts plus shared expert; what expert parallelism replaces.
 
         Args:
-            missing: weights and mask [T, E] of pairs that are to get the gradient of
-                `moe.router_gradient.dense_gradient`.
             output_sums: give the sum of each routed expert's outputs [E, D] too.
         """
         c, weights = self.config, self.weights()
@@ -385,8 +347,6 @@ class MoE(nn.Module):
         else:
             found = mixed_experts(x_TD, *weights, routing, c.widths, **options)
         y_TD, *sums = found if output_sums else (found,)
-        if missing is not None:
-            y_TD = dense_gradient(y_TD, *missing, x_TD, *weights, c.activation)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return (y_TD, *sums) if output_sums else y_TD
@@ -404,12 +364,8 @@ class MoE(nn.Module):
         valid_T: Tensor | None,
         select_TE: Tensor | None,
         made_of: MadeOf | None = None,
-    ) -> tuple[Gating, Routing, Tensor | None]:
+    ) -> tuple[Gating, Routing]:
         c, router = self.config, self.router
-        if c.score == "relu":
-            gating, gate_sum_E = router.rectify(logits_TE, valid_T)
-            routing = Routing.from_topk(gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels)
-            return gating, routing, gate_sum_E
         if self.training and c.rounding is not None:
             gating = router.choose(logits_TE, valid_T, select_TE)
             routing = round_tokens(
@@ -421,7 +377,7 @@ class MoE(nn.Module):
                 scale=c.route_scale,
                 backend=c.kernels,
             )
-            return gating, routing, None
+            return gating, routing
         gating, meta = router.choose_and_sort(logits_TE, valid_T, select_TE, made_of)
         routing = Routing.from_topk(
             gating.expert_TK, gating.gate_TK, c.num_experts, c.kernels, meta
@@ -435,7 +391,7 @@ class MoE(nn.Module):
                 c.kernels,
                 router.experts_in_use,
             )
-        return gating, routing, None
+        return gating, routing
 
     def _stats(
         self,

@@ -40,7 +40,6 @@ class RouterStats(NamedTuple):
     nonfinite: Tensor  # int32: tokens whose logits held NaN or +inf, or too few usable experts
     rows_E: Tensor  # int32: rows that each expert computes, after rounding
     # None where the layer does not measure it:
-    gate_sum_E: Tensor | None = None  # fp32, differentiable: sum of the gates of score="relu"
     output_sum_ED: Tensor | None = None  # fp32: sum of each expert's outputs over its rows
     quantile_sum_E: Tensor | None = None  # fp32: tokens * thresholds of `moe.balance.quantiles`
     active_sum_E: Tensor | None = None  # fp32: tokens * (1 for the slots that hold an expert)

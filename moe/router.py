@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from moe.kernels.routing.router_logits import router_logits
 from moe.kernels.routing.routing_metadata import RoutingMetadata
 from moe.kernels.routing.topk_gating import (
-    MOST_PER_TOKEN,
     Gating,
     MadeOf,
     kept_groups,
@@ -62,7 +61,7 @@ def gates_at(
         elif score == "sqrtsoftplus":
             gate_TK = F.softplus(picked_TK).sqrt()
         else:
-            gate_TK = picked_TK.relu() if score == "relu" else picked_TK
+            gate_TK = picked_TK
         gate_TK = gate_TK.masked_fill(none_TK, 0.0)
         if norm == "topk_sum":
             gate_TK = gate_TK / (gate_TK.sum(dim=1, keepdim=True) + 1e-20)
@@ -83,10 +82,7 @@ def probabilities(logits_TE: Tensor, score: str, valid_T: Tensor | None = None) 
     if score in ("softmax", "identity"):
         prob_TE = torch.softmax(z_TE, dim=1)
     else:
-        if score == "relu":
-            score_TE = torch.where(z_TE > -math.inf, z_TE, 0.0).relu()
-        else:
-            score_TE = torch.sigmoid(z_TE) if score == "sigmoid" else F.softplus(z_TE).sqrt()
+        score_TE = torch.sigmoid(z_TE) if score == "sigmoid" else F.softplus(z_TE).sqrt()
         prob_TE = score_TE / (score_TE.sum(dim=1, keepdim=True) + 1e-20)
     return torch.where(use_T[:, None], prob_TE, 0.0)
 
@@ -163,14 +159,12 @@ class Router(nn.Module):
         weight: parameter [E, D], float32.
         selection_bias: buffer [E] or None; added to the scores for the selection alone.
         load_E: buffer [E] or None; tokens per expert in the last step (`control.keep_load`).
-        load_tokens: buffer [] or None; with `score="relu"`, all tokens of that step.
         weight_ema: buffer [E, D] or None; average of the weight (`control.ema`).
         temperature: buffer [] or None; that of the draws, where it falls (`control.sample_until`).
         active_E: buffer [E] or None; 1 for the slots that hold an expert, 0 for the free ones,
             whose logits are -inf (`start_experts`).
         family_E: buffer [E] or None; number of the family of copies that an expert is of.
         kappa: buffer [] or None; the real number of experts per token (`control.top_k.soft`).
-        l1_coef: buffer [] or None; weight of the penalty of `score="relu"`.
         default_ED: buffer [E, D] or None; running mean of each expert's output, not yet corrected
             for its start at 0 (`defaults`).
         default_count_E: buffer [E] or None; steps in it.
@@ -205,14 +199,10 @@ class Router(nn.Module):
         falls = config.sample_temperature > 0 and control.sample_until is not None
         start = config.sample_temperature
         self.add_state("temperature", () if falls else None, device, start=start)
-        l1 = control.l1_start
-        self.add_state("load_tokens", () if l1 and control.keep_load else None, device)
-        self.add_state("l1_coef", None if l1 is None else (), device, start=l1 or 0.0)
         keeps = config.keeps_outputs
         self.add_state("default_ED", weight_ED.shape if keeps else None, device)
         self.add_state("default_count_E", (experts,) if keeps else None, device)
         # What follows from the number of the step; set by `moe.control.begin_step`.
-        self.filling = control.gradient == "default" and control.default_fill == "forward"
         self.k = config.num_experts_per_tok
         self.fading = False
         self.scheduled_evaluation = False
@@ -393,45 +383,6 @@ class Router(nn.Module):
             gating = self._regated(logits_TE, gating, chosen)
         return gating._replace(gate_TK=self.fade(gating.gate_TK)), meta
 
-    def rectify(self, logits_TE: Tensor, valid_T: Tensor | None = None) -> tuple[Gating, Tensor]:
-        """Gates relu(logits), for as many experts per token as are above zero, `slots` at most
-        (ReMoE, arXiv 2412.14711); expert -1 where there is none.
-
-        Returns:
-            The gating, [T, slots], and the sum over tokens of the uncapped gates [E], both
-            differentiable.
-        """
-        backend = self.config.kernels
-        found = topk_gating(
-            logits_TE, self.slots, score="identity", norm="none", valid_T=valid_T, backend=backend
-        )
-        gate_TK = found.gate_TK.relu()
-        on_TK = gate_TK > 0
-        expert_TK = torch.where(on_TK, found.expert_TK, -1)
-        gate_TK = torch.where(on_TK, gate_TK, 0.0)
-        counts_E = torch.zeros_like(found.counts_E).scatter_add(
-            0, expert_TK.clamp(min=0).long().reshape(-1), on_TK.reshape(-1).to(torch.int32)
-        )
-        z_TE = sanitised(logits_TE)
-        gate_TE = torch.where(z_TE > -math.inf, z_TE, 0.0).relu()
-        if valid_T is not None:
-            gate_TE = torch.where(valid_T[:, None], gate_TE, 0.0)
-        gating = found._replace(
-            expert_TK=expert_TK,
-            gate_TK=gate_TK * self.config.route_scale,
-            counts_E=counts_E,
-            prob_sum_E=probabilities(logits_TE, "relu", valid_T).sum(dim=0),
-        )
-        return gating, gate_TE.sum(dim=0)
-
-    @property
-    def slots(self) -> int:
-        """Places for experts that every token has."""
-        if self.config.score != "relu":
-            return self.active_k
-        most = self.config.relu_most
-        return min(self.config.num_experts, MOST_PER_TOKEN) if most is None else most
-
     def _regated(self, logits_TE: Tensor, gating: Gating, chosen: Gating) -> Gating:
         """`gating` with the experts of `chosen`, whose gates come from `logits_TE`."""
         c = self.config
@@ -464,8 +415,6 @@ class Router(nn.Module):
             x_TD: tokens. valid_T: bool, False for padding.
         """
         logits_TE = self.logits(x_TD)
-        if self.config.score == "relu":
-            return self.rectify(logits_TE, valid_T)[0]
         select_TE = self.selection_logits(x_TD, logits_TE, valid_T)
         return self.choose(logits_TE, valid_T, select_TE, self.made_of(x_TD))
 

@@ -28,8 +28,8 @@ def check_router(config: MoEConfig) -> None:
             f"num_experts_per_tok={k} is not possible with num_experts={experts}; "
             f"allowed: 1 to {experts}"
         )
-    if config.score not in (*SCORES, "relu"):
-        raise ValueError(f"score={config.score!r} is unknown; allowed: {', '.join(SCORES)}, relu")
+    if config.score not in SCORES:
+        raise ValueError(f"score={config.score!r} is unknown; allowed: {', '.join(SCORES)}")
     if config.norm not in NORMS:
         raise ValueError(f"norm={config.norm!r} is unknown; allowed: {', '.join(NORMS)}")
     if k == 1 and config.norm in RENORMALISED:
@@ -63,11 +63,6 @@ def check_router(config: MoEConfig) -> None:
         raise ValueError("families=True has no effect without start_experts; allowed: False")
     _check_sampling(config)
     _check_capacity(config)
-    if config.score == "relu":
-        _check_relu(config)
-    elif config.relu_most is not None or config.control.l1_start is not None:
-        name = "relu_most" if config.relu_most is not None else "control.l1_start"
-        raise ValueError(f"{name} has no effect with score={config.score!r}; it is for 'relu'")
     groups, kept = config.groups, config.groups_kept
     if groups < 1 or experts % groups:
         raise ValueError(f"groups={groups} must be at least 1 and divide num_experts={experts}")
@@ -134,7 +129,6 @@ def _check_slots(config: MoEConfig) -> None:
     for name, value, allowed in (
         ("groups", config.groups, (1,)),
         ("expert_widths", config.expert_widths, (None,)),
-        ("score", config.score, SCORES),
         ("control.gradient", config.control.gradient, ("plain",)),
         ("control.bias_targets", config.control.bias_targets, (None,)),
         ("rounding.max_tiles", config.rounding and config.rounding.max_tiles, (None,)),
@@ -197,13 +191,11 @@ def _check_noise(config: MoEConfig) -> None:
 def _check_ends(config: MoEConfig) -> None:
     """A last step of what never acts."""
     control = config.control
-    filled = control.gradient == "default" and control.default_fill == "forward"
     for name, idle, why in (
         ("sample_until", not config.sample_temperature, "with sample_temperature=0"),
         ("ema_until", control.ema is None, "without control.ema"),
         ("families_until", not config.families, "with families=False"),
         ("capacity_until", control.capacity is None, "without control.capacity"),
-        ("fill_until", not filled, "without control.default_fill='forward', gradient='default'"),
     ):
         until = getattr(control, name)
         if idle and until is not None:
@@ -252,28 +244,4 @@ def _check_capacity(config: MoEConfig) -> None:
         raise ValueError(
             f"control.capacity={capacity} has no effect: no expert can get more than "
             f"{config.num_experts / k:g} times the mean; allowed: below that"
-        )
-
-
-def _check_relu(config: MoEConfig) -> None:
-    for name, value, allowed in (
-        ("norm", config.norm, "none"),
-        ("selection_bias", config.selection_bias, False),
-        ("groups", config.groups, 1),
-        ("rounding", config.rounding, None),
-        ("expert_dropout", config.expert_dropout, 0.0),
-        ("control.ema", config.control.ema, None),
-        ("control.capacity", config.control.capacity, None),
-        ("control.top_k", config.control.top_k, None),
-    ):
-        if value != allowed:
-            raise ValueError(
-                f"{name}={value!r} does not go with score='relu', which chooses by the sign of a "
-                f"logit alone; allowed: {allowed!r}"
-            )
-    most, experts = config.relu_most, config.num_experts
-    if most is not None and not config.num_experts_per_tok <= most <= experts:
-        raise ValueError(
-            f"relu_most={most} must be between num_experts_per_tok={config.num_experts_per_tok} "
-            f"and num_experts={experts}"
         )

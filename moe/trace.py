@@ -237,7 +237,7 @@ def _rerouted(
     c = layer.config
     tokens, device = logits_TE.shape[0], logits_TE.device
     choice, realised = entry.choice, entry.realised
-    slots = layer.router.slots
+    slots = layer.router.active_k
     found = (tokens, c.num_experts, slots)
     recorded = (choice.num_tokens, choice.num_experts, choice.slots_per_token)
     if found != recorded:

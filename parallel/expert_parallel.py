@@ -36,8 +36,6 @@ from moe import MoE, MoEConfig, Routing
 from moe.experts import autocast_as_linear, experts
 from moe.kernels.common.backend import pick_backend
 from moe.metrics import RouterStats
-from moe.router_gradient import Dots, dense_gradient
-from parallel.dense_gradient import DotsOverRanks
 from parallel.exchange.all_gather import Whole
 from parallel.exchange.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
 from parallel.exchange.dispatch import (
@@ -208,7 +206,6 @@ class ParallelExperts(nn.Module):
         x_TD: Tensor,
         routing: Routing,
         shared: Callable[[Tensor], Tensor] | None = None,
-        missing: tuple[Tensor, Tensor] | None = None,
         output_sums: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Routed experts of this rank's tokens, plus `shared(x)`; in the dtype of `moe.experts`.
@@ -217,7 +214,6 @@ class ParallelExperts(nn.Module):
             x_TD: this rank's tokens, any number.
             routing: their experts, numbered over the whole layer.
             shared: the expert that every token uses.
-            missing: see `MoE.compute`; its weights are of all experts.
             output_sums: give also the sums of outputs [experts of the layer, D] over the rows that
                 this rank's experts computed, for whomever, float32; 0 for experts of other ranks.
         """
@@ -242,10 +238,7 @@ class ParallelExperts(nn.Module):
             mine_ED.add_(found[1])
             return found[0]
 
-        def finish(y_TD: Tensor, dots: Dots | None = None) -> Tensor | tuple[Tensor, Tensor]:
-            if missing is not None:
-                (rows,) = autocast_as_linear(x_TD)
-                y_TD = dense_gradient(y_TD, *missing, rows, *weights, config.activation, dots)
+        def finish(y_TD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
             return (y_TD, sums_ED) if output_sums else y_TD
 
         if self.transport is None:
@@ -258,16 +251,12 @@ class ParallelExperts(nn.Module):
         backend = pick_backend(config.kernels, rows_TD)
         if self.whole is not None:
             exchange = replace(self.whole, transport=self.transport)
-            y_TD, tokens_N = exchange(
+            y_TD = exchange(
                 rows_TD, routing, compute, None if shared is None else lambda: shared(x_TD), backend
             )
-            return finish(
-                y_TD, DotsOverRanks(self.transport_group, rank, tokens_N, config.activation)
-            )
+            return finish(y_TD)
         pairs = sort_pairs(routing, self.cut, rank, config.kernels)
-        tokens_12 = pairs.counts_B2.new_tensor([[x_TD.shape[0], 0]])
-        counts_NB2 = exchange_counts(torch.cat([pairs.counts_B2, tokens_12]), self.transport_group)
-        tokens_N, counts_NB2 = counts_NB2[:, -1, 0], counts_NB2[:, :-1]
+        counts_NB2 = exchange_counts(pairs.counts_B2, self.transport_group)
         plan = plan_dispatch(pairs, counts_NB2, self.cut, rank, backend)
         gates, ids = plan.gates(routing.gates_S, pairs.row_S), plan.ids()
         rows_CD = spread(rows_TD, plan.copies)
@@ -306,8 +295,7 @@ class ParallelExperts(nn.Module):
         back_CD = torch.cat([wait(*flight) for flight in returning])
         if plan.expansion is not None:
             back_CD = collect(back_CD, plan.expansion)
-        dots = DotsOverRanks(self.transport_group, rank, tokens_N, config.activation)
-        return finish(collect(back_CD, plan.copies) + y_TD, dots)
+        return finish(collect(back_CD, plan.copies) + y_TD)
 
     @property
     def transport_group(self):
@@ -353,13 +341,9 @@ class ExpertParallelMoE(MoE):
         raise RuntimeError("weights are drawn for the whole layer, before it is split")
 
     def compute(
-        self,
-        x_TD: Tensor,
-        routing: Routing,
-        missing: tuple[Tensor, Tensor] | None = None,
-        output_sums: bool = False,
+        self, x_TD: Tensor, routing: Routing, output_sums: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        return self.experts(x_TD, routing, self.shared, missing, output_sums)
+        return self.experts(x_TD, routing, self.shared, output_sums)
 
 
 def expert_parallel(

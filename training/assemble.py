@@ -107,9 +107,8 @@ def router_options(config: Config, architecture: ModelConfig, steps: int) -> dic
         steps: of the whole run.
     """
     router = config.router
-    options = {
+    return {
         "score": router.score,
-        "relu_most": router.relu_most,
         "selection_bias": architecture.has_selection_bias or router.bias_update != "none",
         "rounding": rounding(router),
         "sequence_stats": router.balance_coef > 0 and router.balance_scope == "sequence",
@@ -122,7 +121,6 @@ def router_options(config: Config, architecture: ModelConfig, steps: int) -> dic
         "families": uses_families(config),
         "control": router_control(config, steps),
     }
-    return options | ({"norm": "none"} if router.score == "relu" else {})
 
 
 def router_control(config: Config, steps: int) -> RouterControl:
@@ -141,8 +139,7 @@ def router_control(config: Config, steps: int) -> RouterControl:
         min_load=router.min_load,
         bias_freeze_at=router.bias_freeze_at,
         bias_anneal=None if last_bias is None else (last_bias - router.end_steps, last_bias),
-        keep_load=router.balance_scope == "lagged"
-        and (router.balance_coef > 0 or router.score == "relu"),
+        keep_load=router.balance_scope == "lagged" and router.balance_coef > 0,
         ema=router.ema,
         families_until=last_acting_step(config, "surgery.clone", steps),
         ema_until=last_acting_step(config, "router.ema", steps),
@@ -150,13 +147,10 @@ def router_control(config: Config, steps: int) -> RouterControl:
         capacity=router.capacity_factor,
         capacity_drop=router.capacity_drop,
         capacity_until=last_acting_step(config, "router.capacity_factor", steps),
-        l1_start=1e-8 if router.score == "relu" else None,  # ReMoE's own
         top_k=top_k_schedule(config, steps),
         sample_until=router.sample_until,
         gradient=router.gradient,
-        default_fill=router.default_fill,
         default_decay=router.default_decay,
-        fill_until=last_acting_step(config, "router.default_fill", steps),
     )
 
 

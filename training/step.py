@@ -128,10 +128,9 @@ def train_step(
         """Forward and backward of all micro-batches; the sum of their statistics."""
         optimizer.zero_grad()
         stats: RouterStats | None = None
-        l1_L, k = _penalty(model)
         # Without a loss that compares with a load, none has to be found.
-        scope = router.balance_scope if router.balance_coef or l1_L is not None else "micro"
-        load_LE = load_before(model, batches, scope, world, tokens)
+        scope = router.balance_scope if router.balance_coef else "micro"
+        load_LE = load_before(model, batches, scope, world)
         for number, batch in enumerate(batches, 1):
             with optimizer.micro_batch(last=number == len(batches)):
                 out = model(batch.tokens_BL, **batch.model_kwargs)
@@ -142,9 +141,7 @@ def train_step(
                     stats = seen if stats is None else stats.plus(seen)
                     if scope == "global" and load_LE is None:
                         load_LE = sum_(world, seen.counts_E.clone())
-                    auxiliary, values = router_losses(
-                        out.router, tokens, router, load_LE, l1_L, k, work_LE
-                    )
+                    auxiliary, values = router_losses(out.router, tokens, router, load_LE, work_LE)
                     loss = attach_loss(loss, auxiliary)
                     terms += values
                     if keep is not None:
@@ -209,15 +206,12 @@ def router_losses(
     step_tokens: Tensor | float,
     router: RouterConfig,
     load_LE: Tensor | None,
-    l1_L: Tensor | None = None,
-    k: int = 1,
     work_LE: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """A micro-batch's share of the auxiliary loss, and of the balance and z values for the log.
 
     Args:
         load_LE: to compare with; the micro-batch's own when None.
-        l1_L, k: weights of the penalty of the score relu, and the experts per token it aims at.
         work_LE: what a token costs an expert, where arithmetic is balanced and not tokens.
 
     The coefficients weigh means over layers, so a deeper model is not balanced harder.
@@ -226,15 +220,12 @@ def router_losses(
     if work_LE is not None:
         load_LE = (stats.counts_E if load_LE is None else load_LE).detach() * work_LE
     by_sequence = router.balance_scope == "sequence"
-    form = "sequence" if by_sequence else router.balance_form
-    coefs = {"switch": "balance_coef", "cv2": "cv2_coef", "sequence": "sequence_coef"}
+    coef = "sequence_coef" if by_sequence else "balance_coef"
     auxiliary = auxiliary_loss(
         stats,
         step_tokens=step_tokens,
-        **{coefs[form]: router.balance_coef / layers},
+        **{coef: router.balance_coef / layers},
         z_coef=router.z_coef / layers,
-        l1_coef=None if l1_L is None else l1_L / layers,
-        k=k,
         counts_E=load_LE,
     )
     with torch.no_grad():
@@ -252,15 +243,8 @@ def relative_work(model: nn.Module, router: RouterConfig, device: torch.device) 
     return flop_weights(widths, device)
 
 
-def _penalty(model: nn.Module) -> tuple[Tensor | None, int]:
-    """Weights [L] of the penalty of the score relu, if that is in use, and the K it aims at."""
-    routers = routers_of(model)
-    k = routers[0].config.num_experts_per_tok if routers else 1
-    return stacked(routers, "l1_coef"), k
-
-
 def load_before(
-    model: nn.Module, batches: Sequence[Batch], scope: str, world: World, tokens: Tensor
+    model: nn.Module, batches: Sequence[Batch], scope: str, world: World
 ) -> Tensor | None:
     """Tokens per expert that the balance loss compares with, [L, E], where they are known or found
     before the step; None: those of each micro-batch, or of the one there is.
@@ -269,16 +253,10 @@ def load_before(
         several of them they all go through the model once more beforehand, without gradient: a
         third more arithmetic, for a loss that no layout and no accumulation changes.
     lagged: the load of the last step, which costs nothing (and is as independent of the layout).
-        With the score relu, what it would be for the `tokens` of this step: the penalty goes by
-        tokens per expert, not by shares of the load. Zeros in the first step.
+        Zeros in the first step.
     """
     if scope == "lagged":
-        routers = routers_of(model)
-        load_LE, before_L = stacked(routers, "load_E"), stacked(routers, "load_tokens")
-        if before_L is None:
-            return load_LE
-        scale_L = torch.where(before_L > 0, tokens.double() / before_L, 0.0)
-        return load_LE * scale_L[:, None]
+        return stacked(routers_of(model), "load_E")
     if scope != "global" or len(batches) == 1 or not routers_of(model):
         return None
     counts_LE = None

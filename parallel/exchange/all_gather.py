@@ -94,8 +94,8 @@ class Whole:
         compute: Callable[[Tensor, Routing], Tensor],
         shared: Callable[[], Tensor] | None,
         backend: str,
-    ) -> tuple[Tensor, np.ndarray]:
-        """Outputs of the experts [T, D], and the numbers of tokens of all ranks.
+    ) -> Tensor:
+        """Outputs of the experts [T, D].
 
         Args:
             rows_TD: this rank's tokens.
@@ -156,7 +156,7 @@ class Whole:
             y_TD = y_TD + shared()
         back = [wait(*flight) for flight in returning]
         back_RD = back[0] if len(back) == 1 else torch.cat(back)
-        return collect(back_RD, copies) + y_TD, tokens_N
+        return collect(back_RD, copies) + y_TD
 
 
 @lru_cache(maxsize=64)

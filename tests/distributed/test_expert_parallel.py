@@ -59,9 +59,7 @@ class Case:
     tolerance: float = 1e-12
 
 
-DENSE = replace(BASE, control=RouterControl(gradient="dense"))
 MEANS = replace(BASE, control=RouterControl(gradient="default"))
-FILLED = replace(BASE, control=RouterControl(gradient="default", default_fill="forward"))
 DROPPED = replace(
     BASE, rounding=RoundingConfig(variant="down", tile=4, min_tiles=0, min_mean_tiles=0,
                                   dropped_grad="default"),
@@ -109,7 +107,6 @@ CASES = {
     ),
     "whole, all to one rank": Case(options=_options(schedule="whole"), favoured=(2, 3)),
     "whole, mean outputs": Case(config=MEANS, options=_options(schedule="whole")),
-    "whole, dense gradient": Case(config=DENSE, options=_options(schedule="whole")),
     "no tokens at all": Case(counts=(0, 0, 0, 0)),
     "one token in all": Case(counts=(0, 1, 0, 0), options=_options(chunks=3)),
     "all tokens to the first rank": Case(favoured=(0, 1)),
@@ -129,13 +126,6 @@ CASES = {
     "frozen router": Case(frozen=("router.weight",), layout="ep2"),
     "frozen input": Case(frozen=("x",)),
     **_float8_cases(),
-    **{f"dense gradient, {name}": Case(config=DENSE, layout=name) for name in LAYOUTS},
-    "dense gradient, no tokens at all": Case(config=DENSE, counts=(0, 0, 0, 0)),
-    "dense gradient, recomputed": Case(config=DENSE, recompute=True, options=_options(chunks=3)),
-    "dense gradient, pairwise": Case(config=DENSE, options=_options(schedule="pairwise")),
-    "dense gradient, padding tokens": Case(
-        config=replace(DENSE, norm="none"), padding=True, layout="ep2", counts=(9, 4, 6, 2)
-    ),
     **{f"mean outputs, {name}": Case(config=MEANS, layout=name) for name in LAYOUTS},
     "mean outputs, every pair its own row": Case(
         config=MEANS, options=_options(deduplicate=False, chunks=3)
@@ -143,7 +133,10 @@ CASES = {
     "mean outputs, pairwise, recomputed": Case(
         config=MEANS, recompute=True, options=_options(schedule="pairwise")
     ),
-    "mean outputs filled in": Case(config=FILLED, layout="ep2 twice"),
+    "mean outputs, no tokens at all": Case(config=MEANS, counts=(0, 0, 0, 0)),
+    "mean outputs, padding tokens": Case(
+        config=replace(MEANS, norm="none"), padding=True, layout="ep2", counts=(9, 4, 6, 2)
+    ),
     "gradient of dropped pairs": Case(config=DROPPED, counts=(9, 0, 17, 13), apart=True),
     "gradient of dropped pairs, padding": Case(
         config=DROPPED, counts=(9, 0, 17, 13), apart=True, padding=True, layout="ep2"

@@ -36,14 +36,13 @@ CONTROLLED = {
         "expert_dropout": 0.1,
         "control": RouterControl(bias_update="quantile", ema=0.9, keep_load=True, capacity=1.2),
     },
-    "rms": {
+    "sign": {
         "score": "sigmoid",
         "selection_bias": True,
         "groups": 4,
         "groups_kept": 2,
-        "control": RouterControl(bias_update="rms", bias_targets=tuple(range(20, 36))),
+        "control": RouterControl(bias_update="sign", bias_targets=tuple(range(20, 36))),
     },
-    "relu": {"score": "relu", "norm": "none", "control": RouterControl(l1_start=0.1)},
 }
 
 

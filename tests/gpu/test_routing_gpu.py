@@ -24,9 +24,7 @@ pytestmark = pytest.mark.gpu
 ROUNDING = RoundingConfig(tile=16, min_mean_tiles=0.1, dropped_grad="default")
 CASES = {
     "soft k": {"control": RouterControl(top_k=TopKSchedule("linear", 4, 2, 20, soft=True))},
-    "dense": {"control": RouterControl(gradient="dense")},
     "default": {"control": RouterControl(gradient="default")},
-    "filled in": {"control": RouterControl(gradient="default", default_fill="forward")},
     "dropped pairs": {"control": RouterControl(), "rounding": ROUNDING},
 }
 

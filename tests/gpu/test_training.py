@@ -172,7 +172,6 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
 GRAPH = ("train.cuda_graph=true", "router.balance_scope=lagged")
 NARROW = ("optim.weights=bfloat16", "optim.moments=bfloat16")
 ONE = ("train.micro_batch_size=4",)
-RELU = ("router.score=relu", "router.exportable=false")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,6 @@ RELU = ("router.score=relu", "router.exportable=false")
         NARROW,
         ONE,
         (*ONE, *NARROW, *GRAPH),
-        (*RELU, *GRAPH),
     ],
     ids=str,
 )

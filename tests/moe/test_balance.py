@@ -12,7 +12,6 @@ from moe import (
     sequence_loss,
     z_loss,
 )
-from moe.balance import cv2_loss
 from tests.moe.oracle import check_gradients, logits_layer, make_layer
 from tests.moe.test_metrics import WORKED, stats_of
 
@@ -26,7 +25,6 @@ def log_probs(rows) -> torch.Tensor:
 
 def test_worked_values():
     assert balance_loss(WORKED).item() == pytest.approx(1.25)
-    assert cv2_loss(WORKED).item() == pytest.approx(0.375)
     # not a true loss: a load against the probabilities scores below 1
     assert balance_loss(stats_of([6, 4], [4.0, 6.0])).item() == pytest.approx(0.96)
 
@@ -64,18 +62,6 @@ def test_balance_gradient_by_hand(score):
     inner = F_E - (p * F_E).sum(1, keepdim=True)
     slope = p if score == "softmax" else p * (1 - s)
     torch.testing.assert_close(gradient, E * slope * inner / T)
-
-
-def test_cv2_has_twice_the_gradient_of_balance():
-    layer = make_layer(score="sigmoid")
-    x_TD = torch.randn(40, 6, dtype=torch.float64)
-    _, stats = layer(x_TD)
-    weight = layer.router.weight
-    (a,) = torch.autograd.grad(balance_loss(stats), weight, retain_graph=True)
-    (b,) = torch.autograd.grad(cv2_loss(stats), weight)
-    torch.testing.assert_close(b, 2 * a)
-    fraction = stats.counts_E.double() / 80
-    assert cv2_loss(stats).item() == pytest.approx(7 * fraction.square().sum().item() - 1)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])

@@ -48,7 +48,6 @@ def share_of_dead(layer, steps):
     [
         # scores are sigmoids: a bias of about 1 lifts an expert of score 0 above all others
         (RouterControl("sign", 0.05), 40, 0.25),
-        (RouterControl("proportional", 0.05), 40, 0.25),
         (RouterControl("min_load", 0.05, min_load=0.25), 40, 0.2),
         (RouterControl("quantile"), 6, 0.7),
     ],

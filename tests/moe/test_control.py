@@ -52,12 +52,11 @@ def stats_of(counts, quantile=None) -> RouterStats:
     ("update", "right"),
     [
         ("sign", [-1.5e-3, 0.5e-3, 0.5e-3, 0.5e-3]),
-        ("proportional", [-1e-3, 0.2e-3, 0.2e-3, 0.6e-3]),
-        ("rms", [-1.66667e-3, 0.33333e-3, 0.33333e-3, 1e-3]),  # v / 0.6
+        ("min_load", [-0.25e-3, -0.25e-3, -0.25e-3, 0.75e-3]),
     ],
 )
 def test_rules_by_rate(update, right):
-    control = RouterControl(bias_update=update, bias_rate=1e-3)
+    control = RouterControl(bias_update=update, bias_rate=1e-3, min_load=0.5)
     new = next_bias(torch.zeros(1, 4), stats_of([10, 4, 4, 2]), control)
     torch.testing.assert_close(new, torch.tensor([right]), rtol=1e-4, atol=1e-9)
     assert new.mean().abs() < 1e-9
@@ -184,7 +183,7 @@ def test_evaluation_between_two_steps_leaves_no_trace():
     biases = []
     for evaluations in (0, 2):
         torch.manual_seed(5)
-        layer = biased(bias_update="proportional", bias_rate=0.1)
+        layer = biased(bias_update="sign", bias_rate=0.1)
         batches = torch.randn(2, 40, 6)
         for step, x in enumerate(batches, 1):
             update_routers(layer, layer(x)[1], step=step)
@@ -233,7 +232,7 @@ def test_a_layer_without_update_does_not_stop_the_others():
 
 def test_sums_over_micro_batches_and_ranks_make_the_update():
     """The load's rules see one large batch; quantile takes the mean of the parts' thresholds."""
-    for update in ("sign", "proportional", "rms", "quantile"):
+    for update in ("sign", "min_load", "quantile"):
         layer = biased(bias_update=update, bias_rate=0.1)
         x = torch.randn(40, 6)
         whole, parts = layer(x)[1], [layer(part)[1] for part in x.split([10, 30])]
@@ -390,7 +389,6 @@ def test_impossible_settings_are_refused_by_name(fields, message):
         ("ema_until", "without control.ema"),
         ("families_until", "with families=False"),
         ("capacity_until", "without control.capacity"),
-        ("fill_until", "without control.default_fill='forward'"),
     ],
 )
 def test_a_last_step_of_what_never_acts_is_refused(name, why):

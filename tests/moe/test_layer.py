@@ -424,7 +424,6 @@ COMPILED = {
         },
         True,
     ),
-    "relu": ({"score": "relu", "norm": "none", "control": RouterControl(l1_start=0.1)}, True),
     "not_rounded_for_lack_of_tokens": ({"rounding": RoundingConfig()}, True),
 }
 

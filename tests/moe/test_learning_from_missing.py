@@ -14,11 +14,11 @@ from tests.moe.oracle import expert_by_hand, make_layer
 T, E, D, K = 24, 7, 6, 2
 
 
-def pair(gradient="plain", fill="gradient", rounding=None, **fields):
+def pair(gradient="plain", rounding=None, **fields):
     """A plain layer and one with the same weights that learns."""
     torch.manual_seed(0)
     plain = make_layer(num_experts=E, num_experts_per_tok=K, **fields)
-    control = RouterControl(gradient=gradient, default_fill=fill)
+    control = RouterControl(gradient=gradient)
     config = dataclasses.replace(plain.config, control=control, rounding=rounding)
     other = MoE(config).double()
     other.load_state_dict(plain.state_dict(), strict=False)
@@ -44,13 +44,11 @@ def batch():
 @pytest.mark.parametrize(
     ("score", "norm"), [("softmax", "topk_sum"), ("softmax", "none"), ("sigmoid", "topk_sum")]
 )
-@pytest.mark.parametrize("gradient", ["dense", "default"])
-def test_only_the_router_learns_more(gradient, score, norm, batch):
+def test_only_the_router_learns_more(score, norm, batch):
     x_TD, dy_TD = batch
-    plain, other = pair(gradient, score=score, norm=norm, route_scale=1.5)
-    if gradient == "default":
-        other.router.default_ED.normal_()
-        other.router.default_count_E.fill_(3)
+    plain, other = pair("default", score=score, norm=norm, route_scale=1.5)
+    other.router.default_ED.normal_()
+    other.router.default_count_E.fill_(3)
     y, _, grads, _ = gradients(plain, x_TD, dy_TD)
     y2, _, grads2, dx2 = gradients(other, x_TD, dy_TD)
     assert torch.equal(y, y2)
@@ -61,16 +59,8 @@ def test_only_the_router_learns_more(gradient, score, norm, batch):
     logits_TE = plain.router.logits(x_TD).detach().requires_grad_()
     chosen_TK = logits_TE.topk(K).indices
     missing_TE = torch.ones(T, E).scatter(1, chosen_TK, 0.0).double()
-    if gradient == "dense":
-        with torch.no_grad():
-            outputs = [[expert_by_hand(plain, e, row) for e in range(E)] for row in x_TD]
-            stands_TED = torch.stack([torch.stack(row) for row in outputs])
-        score_TE = torch.softmax(logits_TE, 1) if score == "softmax" else logits_TE.sigmoid()
-        held = score_TE.gather(1, chosen_TK).sum(1, keepdim=True).detach()
-        q_TE = 1.5 * score_TE / (held if norm == "topk_sum" else 1.0)
-    else:
-        stands_TED = other.router.defaults().double().expand(T, E, D)
-        q_TE = 1.5 * probabilities(logits_TE, score)
+    stands_TED = other.router.defaults().double().expand(T, E, D)
+    q_TE = 1.5 * probabilities(logits_TE, score)
     (q_TE * missing_TE * (stands_TED * dy_TD[:, None]).sum(2)).sum().backward()
     extra_ED = logits_TE.grad.T @ x_TD
     found = grads2["router.weight"] - grads["router.weight"]
@@ -79,11 +69,9 @@ def test_only_the_router_learns_more(gradient, score, norm, batch):
     assert dx2 is not None
 
 
-@pytest.mark.parametrize("gradient", ["dense", "default"])
-def test_all_experts_chosen_is_plain_training(gradient, batch):
-    torch.manual_seed(0)
+def test_all_experts_chosen_is_plain_training(batch):
     layers = []
-    for kind in ("plain", gradient):
+    for kind in ("plain", "default"):
         torch.manual_seed(0)
         control = RouterControl(gradient=kind)
         layers.append(make_layer(num_experts=4, num_experts_per_tok=4, control=control))
@@ -93,12 +81,10 @@ def test_all_experts_chosen_is_plain_training(gradient, batch):
 
 
 def test_evaluation_is_that_of_the_plain_layer(batch):
-    for gradient in ("dense", "default"):
-        plain, other = pair(gradient)
-        if other.router.default_ED is not None:
-            other.router.default_ED.normal_()
-            other.router.default_count_E.fill_(1)
-        assert torch.equal(plain.eval()(batch[0])[0], other.eval()(batch[0])[0])
+    plain, other = pair("default")
+    other.router.default_ED.normal_()
+    other.router.default_count_E.fill_(1)
+    assert torch.equal(plain.eval()(batch[0])[0], other.eval()(batch[0])[0])
 
 
 def test_mean_outputs_over_two_steps(batch):
@@ -125,24 +111,6 @@ def test_mean_outputs_over_two_steps(batch):
     assert not corrected[seen == 0].any()
     once = (seen == 1).nonzero()[0]
     torch.testing.assert_close(corrected[once], m[once] / (1 - decay), rtol=1e-5, atol=1e-6)
-
-
-def test_filled_in_outputs_are_kept_in_evaluation_and_end(batch):
-    x_TD, _ = batch
-    plain, other = pair("default", "forward")
-    other.router.default_ED.normal_()
-    other.router.default_count_E.fill_(5)
-    p_TE = torch.softmax(plain.router.logits(x_TD), 1).detach()
-    missing_TE = torch.ones(T, E).scatter(1, p_TE.topk(K).indices, 0.0).double()
-    expected = plain(x_TD)[0] + (p_TE * missing_TE) @ other.router.defaults().double()
-    for mode in (True, False):
-        torch.testing.assert_close(other.train(mode)(x_TD)[0], expected, rtol=1e-6, atol=1e-7)
-
-    control = dataclasses.replace(other.config.control, fill_until=4)
-    other.router.config = dataclasses.replace(other.config, control=control)
-    assert begin_step(other, 4) == []
-    assert "filled in no longer" in begin_step(other, 5)[0]
-    assert torch.equal(other.eval()(x_TD)[0], plain.eval()(x_TD)[0])
 
 
 def test_dropped_pairs_learn_by_mean_outputs(batch):
@@ -179,19 +147,7 @@ def test_dropped_pairs_learn_by_mean_outputs(batch):
     torch.testing.assert_close(found, extra_ED, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"control": RouterControl(gradient="dense"), "rounding": RoundingConfig()}, "rounding"),
-        ({"control": RouterControl(gradient="dense"), "score": "relu", "norm": "none"}, "relu"),
-    ],
-)
-def test_refusals(fields, told):
-    with pytest.raises(ValueError, match=told):
-        make_layer(**fields)
-
-
-@pytest.mark.parametrize("name", ["gradient", "default_fill", "default_decay"])
+@pytest.mark.parametrize("name", ["gradient", "default_decay"])
 def test_unknown_values(name):
     with pytest.raises(ValueError, match=name):
         RouterControl(**{name: 1.5 if name == "default_decay" else "other"})
@@ -211,9 +167,8 @@ def test_state_survives_casts_and_padding_counts_nowhere(batch):
     assert torch.isfinite(layer.router.weight.grad).all()
 
 
-@pytest.mark.parametrize("gradient", ["dense", "default"])
-def test_under_compile(gradient, batch):
-    _, layer = pair(gradient)
+def test_under_compile(batch):
+    _, layer = pair("default")
     x_TD, dy_TD = batch
     expected = gradients(layer, x_TD, dy_TD)[2]
     compiled = torch.compile(layer, backend="eager", fullgraph=True)

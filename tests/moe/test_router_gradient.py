@@ -3,27 +3,16 @@
 import pytest
 import torch
 
-from moe import router_gradient
 from moe.experts import experts
 from moe.router_gradient import (
     default_gradient,
     default_weights,
-    dense_gradient,
-    dense_weights,
-    filled_in,
     missing_pairs,
 )
 from moe.routing import Routing
-from tests.moe.oracle import FORMS, expert_by_hand, make_layer
+from tests.moe.oracle import expert_by_hand, make_layer
 
 T, E, D = 9, 7, 6
-
-
-def all_outputs(layer, x_TD):
-    """E_e(x_t) of every pair, [T, E, D]."""
-    return torch.stack(
-        [torch.stack([expert_by_hand(layer, e, x_D) for e in range(E)]) for x_D in x_TD]
-    )
 
 
 def chosen(logits_TE, k):
@@ -40,96 +29,21 @@ def case():
     return layer, x_TD, logits_TE, dy_TD
 
 
-@pytest.mark.parametrize(("score", "norm"), FORMS)
-@pytest.mark.parametrize("chunk", [1, 1 << 26])
-def test_dense_gradient_is_that_of_all_experts(case, score, norm, chunk, monkeypatch):
-    """With q_te = score / (sum of the chosen scores, held): d/dz of sum q_te <dy_t, E_e(x_t)>."""
-    monkeypatch.setattr(router_gradient, "_CHUNK", chunk)
-    layer, x_TD, logits_TE, dy_TD = case
-    expert_TK = chosen(logits_TE, 2)
-    missing_TE = missing_pairs(expert_TK, E)
-    assert missing_TE.sum() == T * (E - 2)
-    assert not missing_TE.gather(1, expert_TK.long()).any()
-
-    z_TE = logits_TE.clone().requires_grad_()
-    y_TD = torch.randn(T, D, dtype=torch.float64, requires_grad=True)
-    weight_TE = dense_weights(z_TE, expert_TK, score, norm, 1.5)
-    out_TD = dense_gradient(y_TD, weight_TE, missing_TE, x_TD, layer.w1, layer.w2, "swiglu")
-    assert torch.equal(out_TD, y_TD)
-    out_TD.backward(dy_TD)
-    assert torch.equal(y_TD.grad, dy_TD)
-    assert layer.w1.grad is None
-
-    # by finite differences, with scores written down again
-    dots_TE = (all_outputs(layer, x_TD) @ dy_TD[:, :, None]).squeeze(2).detach()
-
-    def scores(z):
-        if norm == "softmax_topk" or score == "softmax":
-            return torch.softmax(z, 1)
-        return {
-            "sigmoid": lambda: 1 / (1 + torch.exp(-z)),
-            "sqrtsoftplus": lambda: torch.log1p(torch.exp(z)).sqrt(),
-            "identity": lambda: z,
-        }[score]()
-
-    held_T1 = 1.0
-    if norm != "none":
-        held_T1 = scores(logits_TE).gather(1, expert_TK.long()).sum(1, keepdim=True)
-
-    def value(z):
-        return (1.5 * scores(z) / held_T1 * dots_TE * missing_TE).sum()
-
-    eps, found = 1e-6, torch.zeros_like(logits_TE)
-    for t in range(T):
-        for e in range(E):
-            step = torch.zeros_like(logits_TE)
-            step[t, e] = eps
-            found[t, e] = (value(logits_TE + step) - value(logits_TE - step)) / (2 * eps)
-    torch.testing.assert_close(z_TE.grad, found, rtol=1e-6, atol=1e-8)
-
-
-def test_dense_gradient_with_softmax_is_the_formula(case):
-    """Raw softmax gates: sparse and dense parts together are dz = p (h - <p, h>) with h dense."""
-    layer, x_TD, logits_TE, dy_TD = case
-    outputs_TED = all_outputs(layer, x_TD).detach()
-    expert_TK = chosen(logits_TE, 2)
-    z_TE = logits_TE.clone().requires_grad_()
-    p_TE = torch.softmax(z_TE, 1)
-    missing_TE = missing_pairs(expert_TK, E)
-    sparse_TD = ((p_TE * ~missing_TE)[:, :, None] * outputs_TED).sum(1)
-    weight_TE = dense_weights(z_TE, expert_TK, "softmax", "none", 1.0)
-    dense_gradient(sparse_TD, weight_TE, missing_TE, x_TD, layer.w1, layer.w2, "swiglu").backward(
-        dy_TD
-    )
-    p_TE = p_TE.detach()
-    h_TE = (outputs_TED @ dy_TD[:, :, None]).squeeze(2)
-    expected = p_TE * (h_TE - (p_TE * h_TE).sum(1, keepdim=True))
-    torch.testing.assert_close(z_TE.grad, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_default_gradient_and_fill(case):
+def test_default_gradient(case):
     _, _, logits_TE, dy_TD = case
     m_ED = torch.randn(E, D, dtype=torch.float64)
     expert_TK = chosen(logits_TE, 2)
     missing_TE = missing_pairs(expert_TK, E)
     y_TD = torch.randn(T, D, dtype=torch.float64)
-    grads = []
-    for combine in (default_gradient, filled_in):
-        z_TE = logits_TE.clone().requires_grad_()
-        weight_TE = default_weights(z_TE, "softmax", 2.0)
-        out_TD = combine(y_TD.clone().requires_grad_(), weight_TE, missing_TE, m_ED)
-        if combine is default_gradient:
-            assert torch.equal(out_TD, y_TD)
-        else:
-            expected = y_TD + (2.0 * torch.softmax(logits_TE, 1) * missing_TE) @ m_ED
-            torch.testing.assert_close(out_TD, expected)
-        out_TD.backward(dy_TD)
-        grads.append(z_TE.grad)
-    torch.testing.assert_close(*grads)
+    z_TE = logits_TE.clone().requires_grad_()
+    weight_TE = default_weights(z_TE, "softmax", 2.0)
+    out_TD = default_gradient(y_TD.clone().requires_grad_(), weight_TE, missing_TE, m_ED)
+    assert torch.equal(out_TD, y_TD)
+    out_TD.backward(dy_TD)
     h_TE = (dy_TD @ m_ED.T) * missing_TE
     p_TE = torch.softmax(logits_TE, 1)
     expected = 2.0 * p_TE * (h_TE - (p_TE * h_TE).sum(1, keepdim=True))
-    torch.testing.assert_close(grads[0], expected)
+    torch.testing.assert_close(z_TE.grad, expected)
 
 
 def test_what_token_rounding_computes_is_not_missing():

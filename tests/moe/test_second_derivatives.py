@@ -87,7 +87,7 @@ CONFIGS = {
     "spmm": {"kernels": "spmm", "expert_size": 16},
     "widths": {"expert_widths": (4, 8, 8, 4)},
     "rounding": {"rounding": RoundingConfig(tile=4)},
-    "dense": {"control": RouterControl(gradient="dense")},
+    "default": {"control": RouterControl(gradient="default")},
 }
 
 

@@ -132,11 +132,6 @@ MISTAKES = [
         "data.sources.0.split='train' is read only with hub",
     ),
     (
-        "router.score=relu router.exportable=false router.balance_coef=0 router.ema=0.9",
-        "router.ema=0.9 does not go with router.score='relu', which chooses by the sign of a logit "
-        "and balances by its own penalty; allowed: empty",
-    ),
-    (
         "model.moe_expert_widths=[32,8,8,8,8,8,8,4] router.revive_after=5",
         "router.revive_after=5 takes all experts for equally wide, which they are not with "
         "model.moe_expert_widths; allowed: empty",
@@ -161,10 +156,6 @@ MISTAKES = [
         "router.rounding=up router.rounding_tile=16 router.rounding_min_tiles=40",
         "router.rounding_min_tiles=40 is more than an expert can get",
     ),
-    (
-        "router.score=relu router.exportable=false router.balance_scope=sequence",
-        "router.balance_scope='sequence' does not go with",
-    ),
     # settings that another setting makes useless
     ("router.rounding_tile=64", "router.rounding_tile=64 has no effect while router.rounding=none"),
     ("router.rounding_protect_top1=true", "has no effect while router.rounding=none"),
@@ -173,18 +164,12 @@ MISTAKES = [
         "no expert can get more than 4 times",
     ),
     ("router.capacity_factor=1.5 router.end_steps=2 router.rounding=nearest", "both decide"),
-    ("router.score=relu router.exportable=false router.ema=0.5", "router.ema=0.5 does not go with"),
-    (
-        "router.score=relu router.exportable=false router.balance_coef=0.1",
-        "router.balance_coef=0.1",
-    ),
     ("router.sample_temperature=1 model.num_experts_per_tok=8", "does not go with num_experts_per"),
     (
         "router.sample_temperature=1 router.bias_update=sign router.exportable=false",
         "with router.bias_update='sign'",
     ),
     ("router.expert_dropout=0.5 model.num_experts_per_tok=8", "router.expert_dropout=0.5 needs"),
-    ("router.balance_form=cv2 router.balance_scope=sequence", "which is a switch loss"),
     ("router.freeze_at=1 optim.router_lr_multiplier=0.5", "freezes the routers before the first"),
     (
         "router.freeze_at=1 router.gradient=default",
@@ -196,7 +181,7 @@ MISTAKES = [
     ),
     ("router.bias_update=sign router.end_steps=1 model.num_experts_per_tok=8", "cannot balance"),
     ("router.balance_coef=0 router.balance_scope=micro", "no effect while router.balance_coef=0"),
-    ("router.gradient=dense model.num_experts_per_tok=8", "when a token takes all experts"),
+    ("router.gradient=default model.num_experts_per_tok=8", "when a token takes all experts"),
     ("optim.schedule=constant optim.min_lr_ratio=0.1", "with optim.schedule=constant"),
     ("optim.schedule=cosine optim.decay_fraction=0.5", "with optim.schedule=cosine"),
     ("checkpoint.every_steps=null checkpoint.keep_last=1", "without checkpoint.every_steps"),
@@ -243,10 +228,9 @@ MISTAKES = [
         "surgery.events=[{step: 5, kind: revive}] surgery.start_experts=5",
         "surgery.start_experts=5 leaves slots free that nothing ever fills",
     ),
-    ("surgery.policy=replace router.gradient=dense", "router.gradient='dense' does not go with"),
     (
-        "surgery.policy=replace router.score=relu router.exportable=false",
-        "router.score='relu' does not go with experts that come and go",
+        "surgery.policy=replace router.gradient=default",
+        "router.gradient='default' does not go with",
     ),
     (
         "surgery.policy=resize",

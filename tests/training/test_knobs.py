@@ -16,11 +16,10 @@ import train
 TIMES = ("attempt", "time", "tokens_per_second", "time_left_s", "mfu", "max_memory_gib")
 FALLING = ["router.top_k_schedule=linear", "router.top_k_start=4", "router.soft_k=true"]
 FREE = "router.exportable=false"
-RELU = ["router.score=relu", FREE]
 QUANTILE = ["router.bias_update=quantile", "router.bias_ema=0.5", FREE]
 ROUNDED = ["router.rounding_tile=4", "router.rounding_min_mean_tiles=1"]
 COMBINATIONS = {
-    "relu, last load": [*RELU, "router.balance_scope=lagged"],
+    "last load": ["router.balance_scope=lagged"],
     "falling K, systematic rounding, bias": [
         *FALLING[:2], "router.top_k_start=3", *QUANTILE, "router.rounding=systematic", *ROUNDED,
     ],

@@ -40,7 +40,6 @@ def router(balance: float = 0.0, z: float = 0.0, scope: str = "micro", load: str
         balance_coef=balance,
         z_coef=z,
         balance_scope=scope,
-        balance_form="switch",
         balance_load=load,
     )
 

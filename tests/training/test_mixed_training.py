@@ -94,7 +94,6 @@ def test_biases_aim_at_equal_arithmetic(tiny_config):
         ([*WORDS, "router.balance_coef=0"], "router.balance_load='flops' has no effect"),
         ([*WORDS, "router.balance_scope=sequence"], "router.balance_scope='sequence'"),
         ([*WORDS, "model.kernels=spmm"], "model.kernels='spmm' takes all experts for equally"),
-        ([*WORDS, "router.gradient=dense"], "router.gradient='dense' takes all experts"),
         ([*WORDS, "router.revive_after=3"], "router.revive_after=3 takes all experts"),
         (["model.moe_expert_widths=[2,4,6,6]"], "must be the widest of moe_expert_widths, 6"),
     ],

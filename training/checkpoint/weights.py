@@ -131,8 +131,7 @@ def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> Non
 _ACTING = {
     ".router.selection_bias": "router.bias_update",
     ".router.weight_ema": "router.ema",
-    ".router.default_ED": "router.default_fill",
-    ".router.l1_coef": "router.score",
+    ".router.default_ED": "router.gradient",
     ".router.family_E": "surgery.clone",
     "masks/": "train.sparse_density",
 }

@@ -36,7 +36,7 @@ def router_defaults(config: Config) -> dict[str, Any]:
     if coef is None and not config.model.config.moe_layers:
         coef = 0.0
     elif coef is None:
-        coef = 0.01 if update in ("none", "min_load") and score != "relu" else 0.0
+        coef = 0.01 if update in ("none", "min_load") else 0.0
     return {"score": score, "bias_update": update, "balance_coef": coef}
 
 
@@ -45,7 +45,6 @@ _UNSET = {
     "router.rounding": "router.rounding_tile router.rounding_min_tiles router.rounding_max_tiles "
     "router.rounding_min_mean_tiles router.rounding_protect_top1 router.rounding_renorm "
     "router.rounding_dropped_grad",
-    "router.balance_coef": "router.balance_form",
     "model.moe_expert_widths": "router.balance_load",
     "router.capacity_factor": "router.capacity_drop",
     "router.bias_update": "router.bias_rate router.bias_ema router.bias_freeze_at router.min_load "
@@ -63,16 +62,13 @@ _UNSET = {
 }
 # What works with one value of another setting alone.
 _ONLY_WITH = (
-    ("router.score", "relu", "router.relu_most"),
     ("router.bias_update", "min_load", "router.min_load"),
     ("router.bias_update", "quantile", "router.bias_ema"),
-    ("router.gradient", "default", "router.default_fill"),
     ("router.top_k_schedule", "steps", "router.top_k_levels"),
     ("surgery.policy", "resize", "surgery.clone_above surgery.min_experts surgery.max_experts"),
 )
 # What does nothing with one value of another setting, and why.
 _NOT_WITH = (
-    ("router.balance_scope", "sequence", ", which is a switch loss", "router.balance_form"),
     ("router.bias_update", "quantile", ", which has no rate", "router.bias_rate"),
     ("router.top_k_schedule", "steps", ", which has router.top_k_levels", "router.top_k_ramp"),
     ("train.sparse_method", "straight_through", "", "train.sparse_regrow"),
@@ -90,18 +86,14 @@ _USELESS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     ),
     (
         "while router.balance_coef=0",
-        lambda c: c.router.balance_coef == 0 and c.router.score != "relu",
+        lambda c: c.router.balance_coef == 0,
         "router.balance_scope",
     ),
     (
         "once router.freeze_at=1 freezes the routers before the first step",
         lambda c: c.router.freeze_at == 1,
-        "optim.router_lr_multiplier optim.router_weight_decay router.ema",
-    ),
-    (
-        "once router.freeze_at=1 freezes the routers before the first step",
-        lambda c: c.router.freeze_at == 1 and c.router.default_fill == "gradient",
-        "router.gradient router.rounding_dropped_grad",
+        "optim.router_lr_multiplier optim.router_weight_decay router.ema router.gradient "
+        "router.rounding_dropped_grad",
     ),
     (
         "when a token takes all experts",
@@ -302,7 +294,6 @@ def _check_widths(config: Config) -> None:
     router, given = config.router, config.model.config.moe_expert_widths
     for place, value, allowed in (
         ("model.kernels", config.model.kernels, ("auto", "triton", "reference")),
-        ("router.gradient", router.gradient, ("plain", "default")),
         ("router.revive_after", router.revive_after, (None,)),
         ("model.save", config.model.save, ("h", "x")),
     ):
@@ -343,7 +334,6 @@ def _check_router(config: Config) -> None:
         )
     if router.sample_temperature:
         for wrong, name, allowed in (
-            (router.score == "relu", "router.score='relu'", "the family's own"),
             (model.has_selection_bias, f"the family {model.family}'s selection bias", "none"),
             (router.bias_update != "none", f"router.bias_update={router.bias_update!r}", "none"),
             (kept < groups, f"topk_group={kept}", f"{groups}"),
@@ -377,37 +367,6 @@ def _check_router(config: Config) -> None:
             raise ConfigError(
                 f"router.capacity_factor={router.capacity_factor:g} has no effect: no expert can "
                 f"get more than {experts / k:g} times the mean; allowed: below that"
-            )
-    if router.score == "relu":
-        if router.relu_most is not None and not k <= router.relu_most <= experts:
-            raise ConfigError(
-                f"router.relu_most={router.relu_most} must be between num_experts_per_tok={k} and "
-                f"num_experts={experts}"
-            )
-        for key, idle in (
-            ("bias_update", "none"),
-            ("ema", None),
-            ("expert_dropout", 0.0),
-            ("capacity_factor", None),
-            ("rounding", "none"),
-            ("top_k_schedule", "none"),
-            ("balance_coef", 0.0),
-        ):
-            if getattr(router, key) != idle:
-                raise ConfigError(
-                    f"router.{key}={getattr(router, key)!r} does not go with router.score='relu', "
-                    "which chooses by the sign of a logit and balances by its own penalty; "
-                    f"allowed: {'empty' if idle is None else idle}"
-                )
-        if router.balance_scope == "sequence":
-            raise ConfigError(
-                "router.balance_scope='sequence' does not go with router.score='relu', whose "
-                "penalty compares with the load of many rows; allowed: global, lagged, micro"
-            )
-        if groups > 1 or model.has_selection_bias:
-            raise ConfigError(
-                f"router.score='relu' knows no groups and no selection bias, which {model.family} "
-                "has; allowed: another family"
             )
 
 
@@ -502,7 +461,7 @@ def check_graph(config: Config, device: str, dtype: str, accumulation: int) -> N
         or router.sample_temperature
         or router.rounding in ("stochastic", "systematic")
     )
-    counted = router.balance_scope == "global" and (router.balance_coef or router.score == "relu")
+    counted = router.balance_scope == "global" and router.balance_coef
     refused = (
         (device != "cuda", f"a run on {device}", "a CUDA device"),
         (dtype != "bfloat16", f"train.dtype={dtype}", "bfloat16"),

@@ -118,7 +118,6 @@ def check_surgery(config: Config) -> None:
     for key, value, idle, allowed in (
         ("model.moe_expert_widths", model.moe_expert_widths, None, "empty"),
         ("model.n_group", model.n_group or 1, 1, "1"),
-        ("router.score", score if score == "relu" else None, None, "another score"),
         ("router.gradient", config.router.gradient, "plain", "plain"),
         ("router.rounding_max_tiles", config.router.rounding_max_tiles, None, "empty"),
         ("train.sparse_density", config.train.sparse_density, None, "empty"),

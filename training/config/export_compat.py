@@ -76,12 +76,6 @@ KNOBS = (
         biased=True,
     ),
     Knob("surgery.clone", "choice within families", uses_families, "switched off"),
-    Knob(
-        "router.default_fill",
-        "filled-in outputs of experts that were not chosen",
-        lambda c: c.router.gradient == "default" and c.router.default_fill == "forward",
-        "switched off",
-    ),
 )
 
 

@@ -13,16 +13,11 @@ class RouterConfig(Strict):
     """How tokens are spread over experts, and token rounding. docs/routing.md says when to touch
     what."""
 
-    score: Literal["softmax", "sigmoid", "sqrtsoftplus", "relu"] | None = None
-    """How logits become scores; empty: as the family has it. relu sends a token to every expert
-    whose logit is above zero, on average `model.num_experts_per_tok`."""
-    relu_most: Positive | None = None
-    """Most experts of a token with the score relu; empty: all, 64 at most."""
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] | None = None
+    """How logits become scores; empty: as the family has it."""
     balance_coef: Annotated[float, Field(ge=0)] | None = None
     """Weight of the load-balance loss, mean over layers; a balanced layer has the value 1. Empty:
-    0.01, or 0 where a `router.bias_update` or the penalty of the score relu balances."""
-    balance_form: Literal["switch", "cv2"] = "switch"
-    """switch, or the squared coefficient of variation of the load, which has twice its gradient."""
+    0.01, or 0 where a `router.bias_update` balances."""
     balance_load: Literal["tokens", "flops"] = "tokens"
     """What the balance loss and the selection bias make equal for all experts: their tokens, or
     their arithmetic, tokens times width, with `model.moe_expert_widths`."""
@@ -31,13 +26,11 @@ class RouterConfig(Strict):
     (global; with several micro-batches they are counted in a pass of their own first, a third more
     arithmetic), that of the step before (lagged, free), each rank's micro-batch's, or each row's of
     `data.seq_len` tokens (sequence)."""
-    bias_update: Literal["none", "sign", "proportional", "rms", "quantile", "min_load"] | None = (
-        None
-    )
+    bias_update: Literal["none", "sign", "quantile", "min_load"] | None = None
     """How the selection bias follows the load after every step, see moe/control.py. Empty: quantile
     where the family has such a bias (glm4_moe), none elsewhere."""
     bias_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Step of the rules sign, proportional, rms and min_load."""
+    """Step of the rules sign and min_load."""
     min_load: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Part of the mean load below which the rule min_load raises an expert's bias."""
     calibrate_bias: bool = False
@@ -106,13 +99,9 @@ class RouterConfig(Strict):
     """Denominator of gates: the top-K set (tc), the set after rounding (tr), or none."""
     rounding_dropped_grad: Literal["none", "default"] = "none"
     """Gradient for pairs that rounding dropped: none, or by the expert's mean output (default)."""
-    gradient: Literal["plain", "dense", "default"] = "plain"
-    """What routers learn about experts that a token did not choose: nothing (plain); their outputs,
-    computed in backward for experts / K times the cost of the experts' forward (dense, DenseMixer);
-    or their mean output over the last steps (default, Default MoE, arXiv 2504.12463)."""
-    default_fill: Literal["gradient", "forward"] = "gradient"
-    """Use mean outputs in the gradient alone, or add them to the output too (forward), which no
-    family can export."""
+    gradient: Literal["plain", "default"] = "plain"
+    """What routers learn about experts that a token did not choose: nothing (plain), or their mean
+    output over the last steps (default, Default MoE, arXiv 2504.12463)."""
     default_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of the mean outputs from step to step."""
     top_k_schedule: Literal["none", "steps", "linear", "cosine", "geometric"] = "none"

@@ -48,11 +48,9 @@ _PLACES = {
     "top_k": "router.top_k_schedule",
     "bias_targets": "router.balance_load",
     "keep_load": "router.balance_scope",
-    "l1_start": "router.score",
-    "l1_factor": "router.score",
     "variant": "router.rounding",
     **dict.fromkeys(
-        ("bias_anneal", "ema_until", "families_until", "capacity_until", "fill_until"),
+        ("bias_anneal", "ema_until", "families_until", "capacity_until"),
         "router.end_steps",
     ),
 }

@@ -96,7 +96,7 @@ def counts_first(config: Config, accumulation: int) -> bool:
     """Whether a step's micro-batches go through the model once more beforehand, to be counted for
     the balance loss: a third more arithmetic, which the counts of FLOPs here leave out."""
     router = config.router
-    balances = router.balance_coef > 0 or router.score == "relu"
+    balances = router.balance_coef > 0
     moe = bool(config.model.config.moe_layers)
     return moe and balances and router.balance_scope == "global" and accumulation > 1
 

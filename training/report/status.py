@@ -126,9 +126,8 @@ def start(job: Job) -> None:
         )
     if config.train.cuda_graph:
         log.say("steps are captured as CUDA graphs")
-    relu = config.router.score == "relu"
-    if job.model.config.moe_layers and (config.router.balance_coef or relu):
-        name = "penalty of the gates" if relu else f"weight {config.router.balance_coef:g}"
+    if job.model.config.moe_layers and config.router.balance_coef:
+        name = f"weight {config.router.balance_coef:g}"
         log.say(
             f"balance loss: {name}, compared with the load of "
             f"{_SCOPES[config.router.balance_scope]}"
