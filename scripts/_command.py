@@ -38,7 +38,7 @@ def make_parser(doc: str | None, config: bool = False) -> Parser:
     return parser
 
 
-def number(
+def bounded(
     kind: type = int,
     least: float | None = None,
     above: float | None = None,

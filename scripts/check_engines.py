@@ -36,7 +36,7 @@ from models.engines import ENGINES, FEATURES, Feature
 from models.errors import UserError
 from models.first_weights import FirstWeights
 from models.hf import export_hf
-from scripts._command import command, make_parser, number
+from scripts._command import bounded, command, make_parser
 from scripts.to_gguf import convert
 from training.config.load import expand_home
 from training.data.tokenizer import train_tokenizer
@@ -177,7 +177,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help=f"{', '.join(MODULES)}; default: those of this environment",
     )
     add("--only", default="", help="only rows whose family and setting contain this text")
-    add("--timeout", type=number(least=1), default=300, help="seconds per run; default: 300")
+    add("--timeout", type=bounded(least=1), default=300, help="seconds per run; default: 300")
     return parser.parse_args(arguments)
 
 

@@ -39,7 +39,7 @@ import torch
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from parallel import World
-from scripts._command import command, listed, make_parser, number
+from scripts._command import bounded, command, listed, make_parser
 from training.assemble import make_trainee, model_config
 from training.config.build import Config, ConfigError, Plan, load_config, make_plan
 from training.data import load_tokenizer
@@ -61,15 +61,15 @@ WARMUP = 2
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, config=True)
-    add, at_least_1 = parser.add_argument, number(least=1)
-    positive = number(float, above=0)
+    add, at_least_1 = parser.add_argument, bounded(least=1)
+    positive = bounded(float, above=0)
     add("--gpus", type=at_least_1, default=1, help="GPUs, one process for each (default 1)")
     add("--hosts", type=at_least_1, default=1, help="number of hosts (default 1)")
     add("--gpu-memory", type=positive, help="GiB per GPU; omit to skip the fit check")
     add("--gpu", type=card, default="H100", help="GPU model, for its speed (default H100)")
-    add("--mfu", type=number(float, above=0, most=1), help="assume this share of the GPU's peak")
+    add("--mfu", type=bounded(float, above=0, most=1), help="assume this share of the GPU's peak")
     add(
-        "--document", type=number(float, least=1), metavar="TOKENS",
+        "--document", type=bounded(float, least=1), metavar="TOKENS",
         help="length of the document that the average token is in (default: rows are one document)",
     )  # fmt: skip
     measure = parser.add_argument_group("measuring on this machine's GPU")

@@ -21,7 +21,7 @@ import torch
 
 from models.errors import UserError
 from models.generate import Sampling, generate
-from scripts._command import command, make_parser, number
+from scripts._command import bounded, command, make_parser
 from training.checkpoint.weights import load_model, tokenizer_folder
 from training.config.load import expand_home
 from training.data.tokenizer import TextTokenizer, read_tokenizer
@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", type=expand_home, help="checkpoint, run folder or Hugging Face folder")
     add("--prompt", action="append", help="text to continue; may be repeated")
-    add("--max-new-tokens", type=number(least=1), default=128, help="default: %(default)s")
+    add("--max-new-tokens", type=bounded(least=1), default=128, help="default: %(default)s")
     add("--temperature", type=float, default=0.8, help="0: greedy; default: %(default)s")
     add("--top-k", type=int, help="sample from the k most likely tokens")
     add("--top-p", type=float, help="sample from the most likely tokens up to this probability")

@@ -30,7 +30,7 @@ from models.hf import DTYPES, export_hf
 from models.transformer import Decoder
 from models.upcycle import load_dense, mean_loss, upcycle
 from moe.upcycle import add_noise, drop_columns
-from scripts._command import command, make_parser, number
+from scripts._command import bounded, command, make_parser
 from training.checkpoint.weights import tokenizer_folder
 from training.config.load import expand_home, user_path
 from training.data.tokenizer import TextTokenizer, read_tokenizer
@@ -40,7 +40,7 @@ TOLERANCE = 1e-6
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser, share = make_parser(__doc__), number(float, least=0, most=1)
+    parser, share = make_parser(__doc__), bounded(float, least=0, most=1)
     add = parser.add_argument
     add("folder", type=expand_home, help="dense Hugging Face folder")
     add("out", type=expand_home, help="where to write; must not hold a model yet")
@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="random seed of routers, --drop and --noise")
     add("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
     add("--text", type=user_path, default=TEXT, help="text for the losses of the receipt")
-    add("--tokens", type=number(least=2), default=2048, help="tokens of it; default: %(default)s")
+    add("--tokens", type=bounded(least=2), default=2048, help="tokens of it; default: %(default)s")
     return parser.parse_args(arguments)
 
 

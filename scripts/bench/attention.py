@@ -30,17 +30,18 @@ from torch import Tensor
 
 from models.attention import causal_attention, packed_attention
 from models.documents import Documents
+from scripts._command import bounded, command
 from scripts.bench.harness import (
     Table,
+    bench_parser,
     finish,
     header,
-    make_parser,
     median_ms,
     parse,
     relative_error,
 )
-from scripts.bench.train import text_batches, text_config, text_plan
-from training.config.load import expand_home
+from scripts.bench.train import TEXT, text_batches
+from training.config.build import load_config, make_plan
 from training.data import load_tokenizer
 
 COLUMNS = (
@@ -52,19 +53,17 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def backends(documents: Documents, rows: int, length: int, device: torch.device) -> dict:
     """Name → a function of q, k, v [T, heads, C] that makes an attention of [T, H, C]."""
+    ends, lengths = documents.cu_seqlens_N1, documents.lengths_N
 
-    def by_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = (part.unflatten(0, (rows, length)) for part in (q, k, v))
-        return causal_attention(*parts).flatten(0, 1)
+    def by_row(attention: Callable, *borders: Tensor) -> Attention:
+        def run(*parts: Tensor) -> Tensor:
+            parts = tuple(part.unflatten(0, (rows, length)) for part in parts)
+            return attention(*parts, *borders).flatten(0, 1)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = (part.unflatten(0, (rows, length)) for part in (q, k, v))
-        ends, lengths = documents.cu_seqlens_N1, documents.lengths_N
-        return packed_attention(*parts, ends, lengths).flatten(0, 1)
+        return run
 
-    found = {"ours": ours, "rows": by_row}
+    found = {"ours": by_row(packed_attention, ends, lengths), "rows": by_row(causal_attention)}
     if device.type == "cuda":
-        ends = documents.cu_seqlens_N1
         found["flash"] = lambda q, k, v: Flash.apply(q, k, v, ends, length)
         found["flex"] = flex(documents, rows, length, device)
     return found
@@ -157,16 +156,15 @@ def measure(
     row["backward TFLOP/s"] = 2.5 * flops / row["backward ms"] / 1e9
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "bench_attention", small=False)
-    parser.add_argument("config", type=expand_home)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser = bench_parser(__doc__, "bench_attention", config=True)
+    parser.add_argument("--rows", type=bounded(least=1), default=2)
+    parser.add_argument("--repeats", type=bounded(least=1), default=10)
     args = parse(parser, arguments)
     rows = [f"train.{key}_batch_size={args.rows}" for key in ("global", "micro")]
-    config = text_config(args.config, [*rows, *args.overrides])
-    plan = text_plan(config)
+    config = load_config(args.config, [*TEXT, *rows, *args.overrides])
+    plan = make_plan(config)
     tokenizer = load_tokenizer(config.data, args.out / "tokenizer")
     batch = text_batches(config, plan, tokenizer, 1)[0][0]
     device = torch.device(plan.device)

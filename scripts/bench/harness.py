@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts._command import make_parser
 from training.config.load import user_path
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,30 +33,23 @@ Run = Callable[[], object]
 # ---- options -------------------------------------------------------------------------------------
 
 
-def make_parser(
-    doc: str, name: str, *, small: bool = True, limit: float | None = None
+def bench_parser(
+    doc: str | None, name: str, *, config: bool = False, small: bool = False
 ) -> argparse.ArgumentParser:
     """A parser with the common options, for `parse`.
 
     Args:
         name: of the default folder under runs/.
-        small: the benchmark has sizes for a CPU, and without `--small` it needs a GPU.
-        limit: default of `--seconds`, after which no row is started.
+        config: the benchmark takes a config, and runs on a CPU too.
+        small: it has sizes for a CPU, and without `--small` it needs a GPU.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(doc, config)
     parser.add_argument(
         "--out", type=user_path, default=Path("runs", name), help="folder for JSON and PNG"
     )
-    parser.add_argument("--verbose", action="store_true", help="tracebacks of what failed")
-    parser.set_defaults(on_cpu=not small)
+    parser.add_argument("--verbose", action="store_true", help="tracebacks of failed rows")
     if small:
         parser.add_argument("--small", action="store_true", help="small sizes, also on a CPU")
-    if limit is not None:
-        parser.add_argument(
-            "--seconds", dest="limit", type=float, default=limit, help="stop starting rows after"
-        )
     return parser
 
 
@@ -69,27 +63,29 @@ def parse(
     """
     args = parser.parse_intermixed_args(arguments)
     args.command = list(sys.argv[1:] if arguments is None else arguments)
-    args.began, args.failed, args.written = time.perf_counter(), 0, {}
+    args.failed, args.written = 0, {}
     if DEVICE.type == "cpu":
         for flag in gpu_only:
             if getattr(args, flag):
-                parser.exit(2, f"error: --{flag} needs a CUDA device\n")
-        if not (args.on_cpu or args.small):
-            parser.exit(2, "error: this benchmark needs a CUDA device; allowed here: --small\n")
+                parser.error(f"--{flag} needs a CUDA device")
+        if not getattr(args, "small", True):
+            parser.error("this benchmark needs a CUDA device; allowed here: --small")
     torch.manual_seed(0)
     return args
 
 
-def chosen(table: Sequence | dict, text: str, parser: argparse.ArgumentParser) -> list:
-    """Entries of `table` (of a dict: its items) by their numbers, "0,3", or "all"."""
+def chosen(table: Sequence | dict) -> Callable[[str], list]:
+    """Of argparse: entries of `table` (of a dict: its items) by their numbers, "0,3", or "all"."""
     entries = list(table.items() if isinstance(table, dict) else table)
-    if text == "all":
-        return entries
     allowed = [str(number) for number in range(len(entries))]
-    for part in text.split(","):
-        if part not in allowed:
-            parser.error(f"--shapes={text}: {part!r} is none of 0 to {allowed[-1]}, or all")
-    return [entries[int(part)] for part in text.split(",")]
+
+    def read(text: str) -> list:
+        for part in text.split(",") if text != "all" else ():
+            if part not in allowed:
+                raise argparse.ArgumentTypeError(f"{part!r} is none of 0 to {allowed[-1]}, or all")
+        return [entries[int(part)] for part in (allowed if text == "all" else text.split(","))]
+
+    return read
 
 
 def tuples(letters: str) -> Callable[[str], list[tuple[int, ...]]]:
@@ -104,16 +100,6 @@ def tuples(letters: str) -> Callable[[str], list[tuple[int, ...]]]:
             raise argparse.ArgumentTypeError(f"{text!r} is not {letters};{letters};…")
         return sizes
 
-    return read
-
-
-def listed(kind: Callable[[str], Any] = str) -> Callable[[str], list]:
-    """Of argparse: values separated by commas; none for an empty text."""
-
-    def read(text: str) -> list:
-        return [kind(part) for part in text.split(",") if part]
-
-    read.__name__ = f"list of {kind.__name__}s"
     return read
 
 
@@ -309,10 +295,6 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 # ---- results -------------------------------------------------------------------------------------
 
 
-class OutOfTime(Exception):
-    """`--seconds` are over."""
-
-
 def machine() -> dict[str, str]:
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     return {"device": name, "torch": torch.__version__}
@@ -326,26 +308,18 @@ def header(*about: str) -> None:
 
 class Table:
     """Rows of one kind: printed as they come, and kept in `<out>/<kind>.json` at once, as what
-    follows may run out of memory or time.
+    follows may run out of memory.
 
     Args:
         args: from `parse`.
         columns: "key:format | key:format", what is printed of a row; a key that a row does not
             have leaves the place empty.
-        path: of another JSON file.
         about: for the JSON file.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        kind: str,
-        columns: str,
-        path: Path | None = None,
-        **about: Any,
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, kind: str, columns: str, **about: Any) -> None:
         self.args, self.about = args, about
-        self.path = path or args.out / f"{kind}.json"
+        self.path = args.out / f"{kind}.json"
         self.columns = [tuple(part.strip().rsplit(":", 1)) for part in columns.split("|")]
         self.rows: list[dict[str, Any]] = []
         self.headed = False
@@ -353,14 +327,7 @@ class Table:
     @contextmanager
     def row(self, **values: Any) -> Iterator[dict[str, Any]]:
         """A new row, to be filled inside. A method that is absent or cannot do it says so in its
-        row and keeps no other from running.
-
-        Raises:
-            OutOfTime: before anything runs.
-        """
-        limit = getattr(self.args, "limit", None)
-        if limit is not None and time.perf_counter() - self.args.began > limit:
-            raise OutOfTime
+        row and keeps no other from running."""
         row = dict(values)
         try:
             yield row
@@ -402,15 +369,6 @@ def cell(text: str, key: str, form: str) -> str:
     """A text as wide as its column; words to the left, numbers to the right."""
     width = max(len(key), int(re.match(r"\d*", form)[0] or 7))
     return text.ljust(width) if form.endswith("s") else text.rjust(width)
-
-
-@contextmanager
-def in_time() -> Iterator[None]:
-    """Leaves what is inside when `--seconds` are over."""
-    try:
-        yield
-    except OutOfTime:
-        print("out of time: the rest is left out")
 
 
 def finish(args: argparse.Namespace) -> int:

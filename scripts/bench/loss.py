@@ -26,9 +26,9 @@ from models.loss import default_chunk, linear_cross_entropy
 from scripts.bench.harness import (
     DEVICE,
     Table,
+    bench_parser,
     finish,
     header,
-    make_parser,
     median_ms,
     parse,
     relative_error,
@@ -47,7 +47,7 @@ def gradients(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "bench_loss")
+    parser = bench_parser(__doc__, "bench_loss", small=True)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--words", type=int, default=151936)

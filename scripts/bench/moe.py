@@ -2,7 +2,7 @@
 """Speed of the MoE layer beside its peers on one GPU: forward and backward, router included.
 
     python scripts/bench/moe.py                              all six shapes, ours and torch
-    python scripts/bench/moe.py --shapes 0,3 --seconds 200   two of them, in bounded time
+    python scripts/bench/moe.py --shapes 0,3                 two of them
     python scripts/bench/moe.py --tune --shapes 0            each kernel alone, each configuration
     python scripts/bench/moe.py --profile --shapes 0,1       every launch: its time, the gap before
     python scripts/bench/moe.py --rounding                   token rounding beside plain top-K
@@ -13,11 +13,12 @@ What is timed: x → router logits → top-K and gates → sorting metadata → 
 backward of all of it. Model FLOPs of gated experts: 6 R N D forward and 12 R N D backward with R
 the (token, expert) pairs, no padding, no router. Medians over repeats with a flushed L2 cache;
 forced-balance routing (every expert the same count) and the random routing of a fresh router stand
-side by side. Beside each speed: the relative error of the output and of the gradients of x, w1, w2
-and of the router's weight against float32, on one small shape.
+side by side. Beside each of our speeds: the relative error of the output and of the gradients of x,
+w1, w2 and of the router's weight against float32, on one small shape. Below a shape: our speed over
+each peer's and over cuBLAS products of equal groups, which are the bound.
 
-Peers are measured where they can be imported (SonicMoE, ScatterMoE, Liger-Kernel) and named as
-absent where not. Results: a table, JSON and a PNG under --out.
+A peer that cannot be imported (SonicMoE) is named as absent. Results: a table, JSON and a PNG under
+--out.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ from moe.kernels.grouped.weight_gradient import weight_gradient_triton
 from moe.kernels.routing.routing_metadata import tile_schedule
 from moe.rounding import RoundingConfig
 from moe.routing import Routing
+from scripts._command import listed
 from scripts.bench.harness import (
     DEVICE,
     Table,
+    bench_parser,
     busy_clock,
     captured,
     chosen,
@@ -54,9 +57,6 @@ from scripts.bench.harness import (
     finish,
     header,
     host_ms,
-    in_time,
-    listed,
-    make_parser,
     median_ms,
     parse,
     plot,
@@ -66,7 +66,6 @@ from scripts.bench.harness import (
 )
 from scripts.bench.peers import (
     BF16,
-    GATE_ROWS_FIRST,
     PEERS,
     Route,
     cublas_bound,
@@ -185,7 +184,7 @@ def errors(name: str, shape, balanced: bool) -> dict[str, float]:
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, inputs, dout)
     wide = [t.detach().float().requires_grad_() for t in inputs]
-    exact = eager(small, route, halves=name in GATE_ROWS_FIRST)
+    exact = eager(small, route)
     x, router, w1, w2 = wide
     want = exact(x, router, w1, w2)
     want_grads = torch.autograd.grad(want, wide, dout.float())
@@ -200,16 +199,13 @@ def bench(args, table: Table, shapes: list) -> None:
             release()
             with table.row(label=label, shape=shape, name=name) as row:
                 measure(row, name, shape, Route(shape, balanced), graph=args.graph)
-                if args.errors == "all" or (args.errors == "own" and name.startswith("tessera")):
+                if name.startswith("tessera"):
                     row |= errors(name, shape, balanced)
-        if args.bound:
-            release()
-            with table.row(
-                label=label, shape=shape, name="cuBLAS bound", routing="balanced"
-            ) as row:
-                T, D, N, _, K = shape
-                forward, backward = cublas_bound(shape)
-                row |= speeds(6 * T * K * N * D, forward, forward + backward)
+        release()
+        with table.row(label=label, shape=shape, name="cuBLAS bound", routing="balanced") as row:
+            T, D, N, _, K = shape
+            forward, backward = cublas_bound(shape)
+            row |= speeds(6 * T * K * N * D, forward, forward + backward)
         print("\n".join(ratios(table.rows, label)), flush=True)
 
 
@@ -463,53 +459,38 @@ def exact_tiles(x, w1, w2, h, a, r: Routing) -> dict[str, Callable]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "bench_moe", limit=300)
-    parser.add_argument("--shapes", default="all", help="numbers 0 to 5, or all")
-    parser.add_argument(
-        "--peers",
-        default="tessera,grouped_mm",
-        help=f"names separated by commas, or all; of {', '.join(PEERS)}",
+    parser = bench_parser(__doc__, "bench_moe", small=True)
+    add = parser.add_argument
+    add("--shapes", type=chosen(SHAPES), default="all", help="0 to 5 separated by commas, or all")
+    add(
+        "--peers", type=listed(), default="tessera,grouped_mm",
+        help=f"separated by commas: {', '.join(PEERS)}",
+    )  # fmt: skip
+    add("--routing", default="both", choices=("both", "random", "balanced"))
+    add("--graph", action="store_true", help="also replay as CUDA graphs: the device's time alone")
+    add("--profile", action="store_true", help="time every launch of ours")
+    add("--rounding", action="store_true", help="token rounding against top-K")
+    tuning = parser.add_argument_group("tuning")
+    tuning.add_argument("--tune", action="store_true", help="time every kernel's configurations")
+    tuning.add_argument(
+        "--kernels", type=listed(), default=[], help="of up,down,dH,dX,dW1,dW2,combine"
     )
-    parser.add_argument("--routing", default="both", choices=("both", "random", "balanced"))
-    parser.add_argument("--tune", action="store_true", help="time every kernel's configurations")
-    parser.add_argument(
-        "--kernels",
-        type=listed(),
-        default=[],
-        help="with --tune: up,down,dH,dX,dW1,dW2,combine",
-    )
-    parser.add_argument(
-        "--tier", default="both", choices=("both", "triton", "hopper"), help="with --tune: whose"
-    )
-    parser.add_argument(
-        "--zeros", action="store_true", help="with --tune: operands of zeros, no limit of power"
-    )
-    parser.add_argument("--profile", action="store_true", help="time every launch of ours")
-    parser.add_argument("--rounding", action="store_true", help="token rounding against top-K")
-    parser.add_argument("--graph", action="store_true", help="the device's time alone too")
-    parser.add_argument(
-        "--errors",
-        default="all",
-        choices=("all", "own", "none"),
-        help="whose errors are measured: a small shape more, which peers tune for again",
-    )
-    parser.add_argument("--no-bound", dest="bound", action="store_false")
+    tuning.add_argument("--tier", default="both", choices=("both", "triton", "hopper"))
+    tuning.add_argument("--zeros", action="store_true", help="operands of zeros: no power limit")
     args = parse(parser, arguments, gpu_only=("tune", "profile", "graph"))
-    args.peers = list(PEERS) if args.peers == "all" else args.peers.split(",")
     for name in args.peers:
         if name not in PEERS:
             parser.error(f"--peers={name!r} is unknown; allowed: {', '.join(PEERS)}")
     args.routings = {"both": [False, True], "random": [False], "balanced": [True]}[args.routing]
-    shapes = list(SMALL.items()) if args.small else chosen(SHAPES, args.shapes, parser)
-    header(FORMULA)
-    if args.rounding:
+    shapes = args.shapes
+    if args.small or args.rounding:
         shapes = list((SMALL if args.small else ROUNDING_SHAPES).items())
+    header(FORMULA)
     kinds = {"tune": tune, "profile": profile, "rounding": bench_rounding, "layers": bench}
     kind = next(kind for kind in kinds if kind == "layers" or getattr(args, kind))
     columns = COLUMNS[kind].replace(SPEEDS, SPEEDS + ALONE) if args.graph else COLUMNS[kind]
     table = Table(args, kind, columns, flops=FORMULA)
-    with in_time():
-        kinds[kind](args, table, shapes)
+    kinds[kind](args, table, shapes)
     if kind in ("layers", "rounding"):
         plot_speeds(args.out / f"{kind}.png", table.rows)
     return finish(args)

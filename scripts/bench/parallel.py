@@ -2,17 +2,15 @@
 """What expert parallelism costs, and how much of the exchange hides behind the experts.
 
     python scripts/bench/parallel.py layer --nproc 4                  CUDA: one rank per GPU
-    python scripts/bench/parallel.py layer --nproc 4 --cpu --row-us 40
+    python scripts/bench/parallel.py layer --nproc 4 --cpu
     python scripts/bench/parallel.py engine --nproc 4 configs/x.yaml parallel.expert=4
 
 layer: one MoE layer, forward and backward, in every mode of travelling. Beside the time of a mode:
 that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that
 of the exchanges alone. hidden = 1 - (time - free) / alone. Times on a GPU are the device's; where
-no size is read back (schedule=whole) it is held until the host has queued the pass. With --row-us
-every row takes that many microseconds on the wire, one exchange after the other, as on a slow
-network: that shows the schedule on a machine without one. With --traces the profiler's timelines
-are kept, and the share of the time that rows move in which the GPU computes as well is read out of
-them.
+no size is read back (schedule=whole) it is held until the host has queued the pass. With --traces
+the profiler's timelines are kept, and the share of the time that rows move in which the GPU
+computes as well is read out of them.
 
 engine: whole steps of a config on packed rows of the bundled novel, by the trainer's own model,
 engine and step: tokens per second, peak memory, losses (those of --nproc 1 with the same
@@ -51,23 +49,22 @@ from parallel.mesh import build_mesh, plan_mesh
 from parallel.processes import run_processes
 from parallel.world import joined
 from scripts import verify
+from scripts._command import bounded, command
 from scripts.bench.harness import (
     DEVICE,
-    Span,
     Table,
+    bench_parser,
     covered,
     elapsed_ms,
     finish,
     hold,
-    make_parser,
     mark,
-    parse,
     wait,
 )
-from scripts.bench.train import balance, one_step, text_batches, text_config, text_plan
+from scripts.bench.train import TEXT, balance, one_step, text_batches
 from training.assemble import make_trainee, model_config
-from training.config.build import Config, Plan
-from training.config.load import expand_home, user_path
+from training.config.build import Config, Plan, load_config, make_plan
+from training.config.load import expand_home
 from training.data import Batch, load_tokenizer
 from training.step import read_window
 
@@ -109,13 +106,13 @@ class LayerShape:
 # ---- transports for measuring --------------------------------------------------------------------
 
 
-class Measured:
-    """A transport with rows that arrive at once, or late; gates and ids (one-dimensional gradients,
-    bytes) travel as they are."""
+class Free:
+    """A transport whose rows arrive at once; gates and ids (one-dimensional gradients, bytes)
+    travel as they are."""
 
-    def __init__(self, inner: Transport, free: bool, row_s: float) -> None:
-        self.inner, self.free, self.row_s = inner, free, row_s
-        self.rows, self.starts, self.busy_until = 0, 0, 0.0
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.rows, self.starts = 0, 0
         self.arrived: dict[tuple, Tensor] = {}
 
     def start(self, rows: Tensor, split: Split) -> Pending:
@@ -123,21 +120,15 @@ class Measured:
             return self.inner.start(rows, split)
         self.rows += rows.shape[0]
         self.starts += 1
-        if self.free:
-            # Random, as products of zeros draw less power and are faster than real ones.
-            shape = (sum(split.receive), *rows.shape[1:])
-            key = (shape, rows.dtype)
-            if key not in self.arrived:
-                noise = torch.randn(shape, device=rows.device)
-                self.arrived[key] = (noise if rows.is_floating_point() else noise * 0).to(
-                    rows.dtype
-                )
-            # A tensor of its own each time: autograd would take one that it gave out before for
-            # the output of both nodes, and leave out the first.
-            return _Arrived(self.arrived[key].detach())
-        wire = self.row_s * max(rows.shape[0], sum(split.receive))
-        self.busy_until = max(self.busy_until, time.perf_counter()) + wire
-        return _Late(self.inner.start(rows, split), self.busy_until)
+        # Random, as products of zeros draw less power and are faster than real ones.
+        shape = (sum(split.receive), *rows.shape[1:])
+        key = (shape, rows.dtype)
+        if key not in self.arrived:
+            noise = torch.randn(shape, device=rows.device)
+            self.arrived[key] = (noise if rows.is_floating_point() else noise * 0).to(rows.dtype)
+        # A tensor of its own each time: autograd would take one that it gave out before for the
+        # output of both nodes, and leave out the first.
+        return _Arrived(self.arrived[key].detach())
 
 
 class _Arrived:
@@ -148,16 +139,6 @@ class _Arrived:
         return self.rows
 
 
-class _Late:
-    def __init__(self, inner: Pending, due: float) -> None:
-        self.inner, self.due = inner, due
-
-    def wait(self) -> Tensor:
-        received = self.inner.wait()
-        time.sleep(max(0.0, self.due - time.perf_counter()))
-        return received
-
-
 # ---- one layer -----------------------------------------------------------------------------------
 
 
@@ -165,7 +146,6 @@ def bench_layer(
     shape: LayerShape,
     nodes: int,
     device_type: str,
-    row_s: float,
     repeats: int,
     modes: str | None = None,
     traces: str | None = None,
@@ -198,7 +178,7 @@ def bench_layer(
         # Without a wait for sizes the host can be ahead of the device, as in a long step; then the
         # times are the device's own, whatever the host's speed.
         ahead = device_type == "cuda" and options.schedule == "whole"
-        kinds = {"": Measured(inner, False, row_s), "free ": Measured(inner, True, row_s)}
+        kinds = {"": inner, "free ": Free(inner)}
         layers = {
             kind: expert_parallel(layer, mesh, options, transport)
             for kind, transport in kinds.items()
@@ -212,9 +192,7 @@ def bench_layer(
             row[f"{kind}backward ms"] = statistics.median(t[1] for t in times[kind][2:])
         sent = kinds["free "]
         row["rows sent"] = sent.rows / (repeats + 2) / 4  # out and back, twice
-        row["alone ms"] = _alone(
-            inner, x, int(row["rows sent"]), options, mesh, row_s, repeats, ahead
-        )
+        row["alone ms"] = _alone(inner, x, int(row["rows sent"]), options, mesh, repeats, ahead)
         for key in [key for key in row if key.endswith("ms")]:
             slowest = torch.tensor(row[key], device=device, dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -260,7 +238,7 @@ def _traced(
 ) -> dict[str, float]:
     """Of three passes by the profiler, one behind the other as in a model: the milliseconds that
     they take, in which kernels ran, in which rows were moving, and the share of those in which
-    a kernel was running as well. Prints the timeline of rank 0."""
+    a kernel was running as well."""
     with torch.profiler.profile() as profile:
         dist.barrier()
         if ahead:
@@ -285,10 +263,6 @@ def _traced(
     if not moving or not computing:
         return {}
     start, stop = min(computing)[0], max(end for _, end in computing)
-    if dist.get_rank() == 0:
-        print(f"one column is {(stop - start) / 1e3 / COLUMNS:.3f} ms; # all of it, : half, . less")
-        for what, spans in (("computes", computing), ("moves", moving)):
-            print(f"{what:>9} |{_timeline(spans, start, stop)}|")
     total, busy = covered(moving), covered(computing)
     both = total + busy - covered(moving + computing)
     return {
@@ -299,23 +273,7 @@ def _traced(
     }
 
 
-COLUMNS = 120
-
-
-def _timeline(spans: list[Span], start: float, stop: float) -> str:
-    """How much of each of `COLUMNS` equal times the spans cover."""
-    each, text = (stop - start) / COLUMNS, ""
-    for column in range(COLUMNS):
-        low, high = start + column * each, start + (column + 1) * each
-        cut = [(max(a, low), min(b, high)) for a, b in spans if a < high and b > low]
-        share = covered(cut) / each
-        text += "#" if share > 0.95 else ":" if share > 0.5 else "." if share > 0.02 else " "
-    return text
-
-
-def _alone(
-    inner, x: Tensor, rows: int, options, mesh, row_s: float, repeats: int, ahead: bool
-) -> float:
+def _alone(inner, x: Tensor, rows: int, options, mesh, repeats: int, ahead: bool) -> float:
     """Milliseconds of one direction's exchanges of that many rows, out and back, nothing else."""
     size, rank = mesh.plan.expert, mesh.place("expert")
     same = torch.tensor(rows, device=x.device)
@@ -333,7 +291,6 @@ def _alone(
         if ahead:
             hold(HOLD // 4)
         start = mark(x.device)
-        wire = Measured(inner, False, row_s)
         for back in (False, True):
             flights = []
             for step in range(steps):
@@ -344,7 +301,7 @@ def _alone(
                         table[source, (source + step + 1) % size] = each * steps
                 split = Split(table.numpy(), rank)
                 split = split.reversed() if back else split
-                flights.append(wire.start(sent[: sum(split.send)], split))
+                flights.append(inner.start(sent[: sum(split.send)], split))
             for flight in flights:
                 flight.wait()
         stop = mark(x.device)
@@ -412,7 +369,7 @@ def _exposed(trainee, train, given, times: list[float], seconds: float, plan: Pl
     share that is hidden. The weights are of no use afterwards."""
     layers = [m for m in trainee.model.modules() if isinstance(m, ParallelExperts)]
     inner, mesh = layers[0].transport, layers[0].mesh
-    free = Measured(inner, True, 0.0)
+    free = Free(inner)
     for layer in layers:
         layer.transport = free
     times.clear()
@@ -426,7 +383,7 @@ def _exposed(trainee, train, given, times: list[float], seconds: float, plan: Pl
     x = torch.zeros(1, width, device=mesh.device, dtype=getattr(torch, plan.dtype))
     options = layers[0].options
     ahead = mesh.device.type == "cuda" and options.schedule == "whole"
-    alone = pairs * _alone(inner, x, rows, options, mesh, 0.0, 5, ahead) / 1e3
+    alone = pairs * _alone(inner, x, rows, options, mesh, 5, ahead) / 1e3
     numbers = torch.tensor([seconds, statistics.median(times[2:]), alone], device=mesh.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     step, without, alone = numbers.tolist()
@@ -436,69 +393,63 @@ def _exposed(trainee, train, given, times: list[float], seconds: float, plan: Pl
 # ---- the program ---------------------------------------------------------------------------------
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "bench_parallel", small=False)
-    parser.add_argument("what", choices=("layer", "engine"))
-    parser.add_argument("config", type=expand_home, nargs="?", help="engine: YAML file")
-    parser.add_argument("overrides", nargs="*", help="engine: section.key=value")
-    parser.add_argument("--nproc", type=int, required=True)
-    parser.add_argument("--nodes", type=int, help="layer: virtual nodes = expert ranks; all")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--row-us", type=float, default=0.0)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--tokens", type=int, help="layer: per rank")
-    parser.add_argument("--modes", help="layer: only those whose name this expression finds")
-    parser.add_argument(
-        "--traces", type=expand_home, help="layer: folder for a timeline of each mode and rank"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds until stacks are shown"
-    )
-    parser.add_argument("--routing", default="real", choices=("real", "balanced"))
-    parser.add_argument("--exposed", action="store_true", help="engine: share that is hidden")
-    parser.add_argument("--small", action="store_true", help="engine: narrow model")
-    parser.add_argument("--json", type=user_path, help="write the numbers there, not under --out")
-    given = parse(parser, arguments)
-    if given.nproc < 1:
-        parser.error(f"--nproc={given.nproc} must be at least 1")
+    parser = bench_parser(__doc__, "bench_parallel")
+    add, at_least_1 = parser.add_argument, bounded(least=1)
+    add("what", choices=("layer", "engine"))
+    add("config", type=expand_home, nargs="?", help="engine: YAML file")
+    add("overrides", nargs="*", metavar="section.key=value", help="engine: settings")
+    add("--nproc", type=at_least_1, required=True, help="number of processes")
+    add("--cpu", action="store_true")
+    add("--repeats", type=at_least_1, default=10, help="passes or steps to time (default 10)")
+    add("--timeout", type=float, default=600.0, help="seconds before a hang is reported")
+    layer = parser.add_argument_group("layer")
+    layer.add_argument("--nodes", type=int, help="virtual nodes = expert ranks (default: all)")
+    layer.add_argument("--tokens", type=int, help="tokens per rank")
+    layer.add_argument("--modes", help="only those whose name matches this expression")
+    layer.add_argument("--traces", type=expand_home, help="folder for the profiler's timelines")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--routing", default="real", choices=("real", "balanced"))
+    engine.add_argument("--exposed", action="store_true", help="the share that is hidden")
+    engine.add_argument("--small", action="store_true", help="narrow model")
+    given = parser.parse_intermixed_args(arguments)
+    given.command, given.failed, given.written = arguments or sys.argv[1:], 0, {}
     if given.modes is not None and not any(re.search(given.modes, name) for name in MODES):
         parser.error(f"--modes={given.modes!r} finds none of {', '.join(MODES)}")
     device_type = "cpu" if given.cpu else DEVICE.type
+    options = {"device_type": device_type, "timeout_s": given.timeout}
     about: dict[str, Any] = {"nproc": given.nproc}
     if given.what == "engine":
         columns = ENGINE
-        config = text_config(given.config, ["data.workers=0", *given.overrides])
+        config = load_config(given.config, [*TEXT, "data.workers=0", *given.overrides])
         if given.small:
             config = verify.shrunk(config)
             small = config.model.config.model_copy(update={"vocab_size": 4096})
             model = config.model.model_copy(update={"config": small})
             config = config.model_copy(update={"model": model})
-        plan = text_plan(config, given.nproc, cuda=device_type == "cuda")
+        plan = make_plan(config, given.nproc, cuda=device_type == "cuda")
         print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
         if given.exposed and plan.mesh.expert == 1:
-            print("error: --exposed: the experts of this layout are not split", file=sys.stderr)
-            return 2
+            parser.error("--exposed: the experts of this layout are not split")
         with tempfile.TemporaryDirectory() as folder:
             rows = run_processes(
                 given.nproc, bench_engine, config, plan, given.repeats,
-                given.routing == "balanced", given.exposed, folder, device_type=plan.device,
-                timeout_s=given.timeout,
+                given.routing == "balanced", given.exposed, folder, **options,
             )  # fmt: skip
     else:
         columns = LAYER
-        if device_type == "cuda":
-            # OLMoE's layer
+        if device_type == "cuda":  # OLMoE's layer
             shape = LayerShape(given.tokens or 16384, 2048, 1024, 64, 8, 0, "bfloat16")
         else:
             shape = LayerShape(given.tokens or 1024, 128, 64, 16, 4, 256, "float32")
         about["shape"] = asdict(shape)
-        print(f"{given.nproc} processes on {device_type}, {shape}, {given.row_us} us a row")
+        print(f"{given.nproc} processes on {device_type}, {shape}")
         rows = run_processes(
             given.nproc, bench_layer, shape, given.nodes or given.nproc, device_type,
-            given.row_us / 1e6, given.repeats, given.modes, given.traces, device_type=device_type,
-            timeout_s=given.timeout,
+            given.repeats, given.modes, given.traces, **options,
         )[0]  # fmt: skip
-    table = Table(given, given.what, columns, given.json, **about)
+    table = Table(given, given.what, columns, **about)
     for values in rows:
         with table.row(**values):
             pass

@@ -1,4 +1,4 @@
-"""What benchmarks stand beside: torch's own MoE layer, SonicMoE, ScatterMoE, Liger, transformers.
+"""What benchmarks stand beside: torch's own MoE layer, SonicMoE, transformers.
 
 Also Tessera's layer in the same form, and the cuBLAS bound. A peer that cannot be imported raises
 ImportError.
@@ -79,7 +79,7 @@ def ours(shape, route: Route, save: str = "h", backend: str = "auto") -> Layer:
     return layer
 
 
-def torch_grouped(shape, route: Route, compiled: bool) -> Layer:
+def torch_grouped(shape, route: Route) -> Layer:
     """torch.nn.functional.grouped_mm between an argsort and a scatter: what torchtitan does."""
     T, D, _, E, K = shape
     grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -100,12 +100,12 @@ def torch_grouped(shape, route: Route, compiled: bool) -> Layer:
         back = torch.empty_like(order).scatter_(0, order, torch.arange(T * K, device=x.device))
         return y.index_select(0, back).view(T, K, D).sum(1)
 
-    return torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
+    return layer
 
 
-def eager(shape, route: Route, halves: bool = False) -> Layer:
-    """A loop over the experts in plain torch; halves: gate rows of w1 first, then up rows."""
-    _, _, N, E, _ = shape
+def eager(shape, route: Route) -> Layer:
+    """A loop over the experts in plain torch."""
+    E = shape[3]
 
     def layer(x, router, w1, w2):
         gates, expert_TK = route.in_torch(x, router)
@@ -114,8 +114,7 @@ def eager(shape, route: Route, halves: bool = False) -> Layer:
         for e in range(E):
             token, k = torch.where(expert_TK == e)
             h = x[token] @ w1[e].t()
-            gate, up = (h[:, :N], h[:, N:]) if halves else (h[:, 0::2], h[:, 1::2])
-            a = F.silu(gate) * up
+            a = F.silu(h[:, 0::2]) * h[:, 1::2]
             out = out.index_add(0, token, (a @ w2[e].t()) * gates[token, k, None])
         return out
 
@@ -141,51 +140,15 @@ def sonic(shape, route: Route) -> Layer:
     return layer
 
 
-def scatter(shape, route: Route) -> Layer:
-    import scattermoe
-
-    K = shape[4]
-
-    def layer(x, router, w1, w2):
-        gates, expert_TK = route.in_torch(x, router)
-        gates = gates.to(x.dtype)
-        sorted_ids, sorted_slots, ends = scattermoe.kernels.ops.flatten_sort_count(
-            expert_TK.long(), w1.shape[0]
-        )
-        P = scattermoe.parallel_experts.parallel_linear
-        h = P(x, w1.transpose(1, 2), K, sorted_ids, sorted_slots, ends, grouped_out=True)
-        a = F.silu(h[:, 0::2]) * h[:, 1::2]
-        return P(
-            a, w2.transpose(1, 2), 1, sorted_ids, sorted_slots, ends, grouped_in=True, gates=gates
-        )
-
-    return layer
-
-
-def liger(shape, route: Route) -> Layer:
-    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
-
-    def layer(x, router, w1, w2):
-        gates, expert_TK = route.in_torch(x, router)
-        return LigerFusedMoEFunction.apply(x, w1, w2, expert_TK.int(), gates)
-
-    return layer
-
-
 PEERS: dict[str, Callable] = {
     "tessera": ours,
     "tessera triton": functools.partial(ours, backend="triton"),
     "tessera save=fp8_h": functools.partial(ours, save="fp8_h"),
     "tessera save=x": functools.partial(ours, save="x"),
-    "grouped_mm": functools.partial(torch_grouped, compiled=False),
-    "grouped_mm compiled": functools.partial(torch_grouped, compiled=True),
+    "grouped_mm": torch_grouped,
     "eager loop": eager,
     "SonicMoE": sonic,
-    "ScatterMoE": scatter,
-    "Liger": liger,
 }
-
-GATE_ROWS_FIRST = {"Liger"}  # reads w1 as gate rows, then up rows
 
 
 def cublas_products(shape) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -213,9 +176,9 @@ def cublas_bound(shape) -> tuple[float, float]:
 
 
 def transformers_step(
-    architecture: dict, steps: list, rows: int, compiled: bool, device: torch.device
+    architecture: dict, steps: list, rows: int, device: torch.device
 ) -> tuple[str, Callable[[int], None]]:
-    """(version, training step by its number) of a model in transformers.
+    """(version, training step by its number) of a model in transformers, not compiled.
 
     Args:
         architecture: the fields of its config.json.
@@ -233,8 +196,6 @@ def transformers_step(
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("grouped_mm")
     model.train()
-    if compiled:
-        model.compile()
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
     tokens: list[list[Tensor]] = [

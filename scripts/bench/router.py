@@ -3,8 +3,6 @@
 
     python scripts/bench/router.py                  all shapes; table, JSON and PNG under --out
     python scripts/bench/router.py --shapes 0,5     two of them
-    python scripts/bench/router.py --tune           other plans of the gating kernel, timed
-    python scripts/bench/router.py --rounding       token rounding beside plain top-K
     python scripts/bench/router.py --kernels        each kernel of the forward and backward alone
     python scripts/bench/router.py --kernels --rounding     the same of token rounding
     python scripts/bench/router.py --small          one small shape, also on a CPU
@@ -39,18 +37,16 @@ from torch import Tensor
 from moe.kernels.routing import topk_gating as kernels
 from moe.kernels.routing.topk_gating import topk_gating, topk_gating_ref, topk_routing
 from moe.rounding import RoundingConfig, round_tokens
-from moe.routing import Routing
 from scripts.bench.harness import (
     DEVICE,
     Table,
+    bench_parser,
     chosen,
     cycled_us,
     device_events,
     finish,
     header,
     host_ms,
-    in_time,
-    make_parser,
     parse,
     plot,
 )
@@ -75,9 +71,6 @@ COLUMNS = {
     "router": SHAPE + "graph us:7.1f | GB/s:5.0f | share:5.2f | eager us:7.1f | "
     "dense graph us:7.1f | full graph us:7.1f | dense eager us:7.1f | full eager us:7.1f | "
     "backward us:7.1f | backward GB/s:5.0f | backward share:5.2f | ids wrong:3d | gate error:.0e",
-    "tune": SHAPE + "plan:42s | gating us:7.1f | with metadata us:7.1f",
-    "rounding": SHAPE + "variant:12s | plain us:9.1f | rounded us:9.1f | adds us:9.1f | "
-    "backward adds us:9.1f | pairs:7d",
     "kernels": SHAPE + "kernel:60s | us:8.1f",
 }
 
@@ -201,64 +194,6 @@ def draw(table: Table, path: Path) -> None:
     plot(path, {title: list(series.items()) for title, series in panels.items()}, baseline=1.0)
 
 
-def tune(table: Table, shapes: list[tuple[int, int, int]]) -> None:
-    """Every plan of the Triton gating kernel, alone and with the metadata, and what auto takes."""
-    for T, E, K in shapes:
-        z = inputs(T, E)
-        plans = [None, {}, {"exact": 1}]
-        if kernels._fast_sizes(E, K):
-            plans += [{"sub": 1, "each": e, "lanes": n} for n in (4, 8, 16) for e in (2, 6)]
-            plans += [{"sub": 1, "each": 4, "warps": w, "lanes": n} for n in (4, 8) for w in (1, 2)]
-            plans += [{"sub": 2, "each": 2, "lanes": n} for n in (8, 16)]
-        elif kernels._plan(T, E, K, 1, 1, True).blocks == 1:
-            for warps, elements in ((16, 8), (16, 16), (16, 32), (8, 16), (8, 32)):
-                plans += [{"warps": warps, "elements": elements, "words": w} for w in (32, 128)]
-        else:
-            plans += [{"last": 0}, *({"each": e} for e in (1, 2, 4, 8))]
-            if T <= 2048:  # by a single program
-                plans += [{"one": 1 << 20, "elements": e} for e in (8, 16, 32)]
-        for plan in plans:
-            kernels.forced_plan.clear()
-            kernels.forced_plan.update(plan or {})
-            ask = {"backend": "auto" if plan is None else "triton"}
-            name = "auto" if plan is None else str(plan) if plan else "as shipped"
-            with table.row(T=T, E=E, K=K, plan=name) as row:
-                row["gating us"] = cycled_us(functools.partial(topk_gating, k=K, **ask), z)
-                row["with metadata us"] = cycled_us(functools.partial(topk_routing, k=K, **ask), z)
-        kernels.forced_plan.clear()
-
-
-def bench_rounding(table: Table, shapes: list[tuple[int, int, int]]) -> None:
-    """Cost of rounding: logits → routing with it and without, forward and backward."""
-    variants = ("nearest", "up", "down", "balanced", "systematic", "score")
-    for (T, E, K), variant in itertools.product(shapes, variants):
-        z = inputs(T, E)
-        config = RoundingConfig(variant=variant, min_mean_tiles=0.0)
-
-        def plain(z, K=K, E=E):
-            gating = topk_gating(z, K)
-            return gating, Routing.from_topk(gating.expert_TK, gating.gate_TK, E)
-
-        def rounded(z, K=K, config=config):
-            gating = topk_gating(z, K)
-            return gating, round_tokens(z, gating, config)
-
-        def differentiated(z, run):
-            leaf = z.detach().requires_grad_()
-            gating, routing = run(leaf)
-            loss = routing.gates_S.sum() + gating.lse_T.sum() + gating.prob_sum_E.sum()
-            return torch.autograd.grad(loss, leaf)
-
-        with table.row(T=T, E=E, K=K, variant=variant) as row:
-            row["plain us"], row["rounded us"] = cycled_us(plain, z), cycled_us(rounded, z)
-            row["adds us"] = row["rounded us"] - row["plain us"]
-            both = [
-                cycled_us(functools.partial(differentiated, run=f), z) for f in (plain, rounded)
-            ]
-            row["backward adds us"] = both[1] - both[0] - row["adds us"]
-            row["pairs"] = int(rounded(z[0])[1].offsets_E1[-1])
-
-
 def bench_kernels(table: Table, shapes: list[tuple[int, int, int]], rounding: bool) -> None:
     """Mean microseconds of each kernel, by the profiler, over cold inputs."""
     for T, E, K in shapes:
@@ -286,31 +221,27 @@ def bench_kernels(table: Table, shapes: list[tuple[int, int, int]], rounding: bo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "bench_router", limit=3600)
-    parser.add_argument("--shapes", default="all", help=f"numbers 0 to {len(SHAPES) - 1}, or all")
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--rounding", action="store_true")
-    parser.add_argument("--kernels", action="store_true")
-    args = parse(parser, arguments, gpu_only=("tune", "kernels"))
-    shapes = SMALL
-    if not args.small:
-        shapes = chosen(ROUNDING if args.rounding else SHAPES, args.shapes, parser)
+    parser = bench_parser(__doc__, "bench_router", small=True)
+    parser.add_argument(
+        "--shapes", type=chosen(SHAPES), default="all", help=f"0 to {len(SHAPES) - 1}, or all"
+    )
+    parser.add_argument("--kernels", action="store_true", help="time every kernel")
+    parser.add_argument("--rounding", action="store_true", help="--kernels: of token rounding")
+    args = parse(parser, arguments, gpu_only=("kernels",))
+    if args.rounding and not args.kernels:
+        parser.error("--rounding needs --kernels")
+    shapes = SMALL if args.small else ROUNDING if args.rounding else args.shapes
     peak = copy_gbs(1 << 30) if DEVICE.type == "cuda" else copy_gbs(1 << 20)
     header(
         f"a large copy takes {peak:.0f} GB/s (read + written)",
         "forward bytes 4TE + 20TK + 4T, backward bytes 8TE + 12TK, K experts of E, T tokens",
     )
-    kinds = {
-        "tune": tune,
-        "kernels": functools.partial(bench_kernels, rounding=args.rounding),
-        "rounding": bench_rounding,
-        "router": bench,
-    }
-    kind = next(name for name in kinds if name == "router" or getattr(args, name))
+    kind = "kernels" if args.kernels else "router"
     table = Table(args, kind, COLUMNS[kind], copy_gbs=peak)
-    with in_time():
-        kinds[kind](table, shapes)
-    if kind == "router":
+    if args.kernels:
+        bench_kernels(table, shapes, args.rounding)
+    else:
+        bench(table, shapes)
         draw(table, args.out / "router.png")
     return finish(args)
 

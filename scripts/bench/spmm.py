@@ -19,13 +19,11 @@ sums K weighted rows, `dispatch_back` sums without weights, `gate_grad` is an SD
 number once, (R + T) · d with R = TK rows; `share` is that over the bandwidth of a plain copy of as
 many bytes, timed beside it. index_select, index_add and cuSPARSE are the baselines.
 
-`layer`: experts of an MoE layer as sparse products (`kernels: spmm`) beside the grouped products,
-forward and forward + backward, with the difference of their outputs.
-
 `widths`: experts of different widths beside experts of one. `mixed`: widths spread evenly around N;
-`one width`: all N; `padded`: all as wide as the widest, which is what the mixed experts cost
-without ragged products. TFLOP/s count the widths that tokens met, 18 · D · sum of widths over all
-pairs; so `padded`, which computes more, is credited with what the mixed experts need.
+`one width`: all N, `spmm` by sparse products; `padded`: all as wide as the widest, which is what
+the mixed experts cost without ragged products. TFLOP/s count the widths that tokens met, 18 · D ·
+sum of widths over all pairs; so `padded`, which computes more, is credited with what the mixed
+experts need.
 
 Median times of single calls on a cold L2 cache. Errors are relative, by norm, against float32.
 """
@@ -50,13 +48,13 @@ from moe.kernels.grouped.ragged import Widths
 from moe.mixed_experts import mixed_experts
 from moe.routing import Routing
 from moe.sparse import BCSR, CSR, Pattern, gather, sddmm, spmm
+from scripts._command import listed
 from scripts.bench.harness import (
     DEVICE,
     Table,
+    bench_parser,
     finish,
     header,
-    listed,
-    make_parser,
     median_ms,
     parse,
     plot,
@@ -69,11 +67,13 @@ DENSITIES = [50, 20, 10, 5, 2, 1, 0.5]  # percent
 BLOCKS = [1, 16, 32, 64, 128]
 MOE = list(itertools.product((4096, 16384, 65536), (1024, 4096, 7168), (1, 2, 8)))  # T, d, K
 EXPERTS = 64
-LAYERS = [(16384, 2048, 1024, 64, 8), (16384, 2048, 768, 128, 8)]  # T, D, N, E, K
-WIDTHS = [*LAYERS, (16384, 1536, 256, 128, 8)]
+WIDTHS = [  # T, D, N, E, K
+    (16384, 2048, 1024, 64, 8), (16384, 2048, 768, 128, 8), (16384, 1536, 256, 128, 8),
+]  # fmt: skip
+TILE = 64  # widths are multiples of this
 SMALL = {
     "shapes": [(256, 256, 64)], "blocks": [1, 16], "moe": [(256, 64, 1), (256, 64, 2)],
-    "layers": [(64, 32, 16, 4, 2)], "widths": [(64, 32, 16, 4, 2)], "tile": 4,
+    "widths": [(64, 32, 16, 4, 2)], "tile": 4,
 }  # fmt: skip
 LAYER = "T:6d | D:5d | N:5d | E:4d | K:2d"
 
@@ -269,8 +269,6 @@ def bench_moe(args) -> list[dict]:
         copy = nbytes / measure(args, partial(target.copy_, source)) / 1e6
         del source, target
         for (operation, method), run in runs.items():
-            if args.methods and method not in args.methods:
-                continue
             with table.row(T=T, d=d, K=K, operation=operation, method=method) as row:
                 fill(row, args, run, want[operation])
                 row["GB/s"], row["copy GB/s"] = nbytes / row["ms"] / 1e6, copy
@@ -279,28 +277,6 @@ def bench_moe(args) -> list[dict]:
 
 
 # ---- layers --------------------------------------------------------------------------------------
-
-
-def bench_layer(args) -> list[dict]:
-    table = Table(
-        args, "layer",
-        f"{LAYER} | method:8s | ms:9.3f | forward + backward ms:9.3f | error:.0e",
-    )  # fmt: skip
-    for T, D, N, E, K in args.layers:
-        routing = some_routing(T, E, K)
-        sizes = ((T, D), (E, 2 * N, D), (E, D, N))
-        leaves = tuple(
-            torch.randn(s, device=DEVICE).mul_(s[-1] ** -0.5).to(args.dtype).requires_grad_()
-            for s in sizes
-        )
-        want = experts(*leaves, routing, backend="auto").detach().float()
-        for name, backend in (("spmm", "spmm"), ("grouped", "auto")):
-            run = partial(experts, *leaves, routing, backend=backend)
-            with table.row(T=T, D=D, N=N, E=E, K=K, method=name) as row:
-                with torch.no_grad():
-                    fill(row, args, run, want)
-                row["forward + backward ms"] = measure(args, step_of(run, leaves))
-    return table.rows
 
 
 def spread(N: int, E: int, tile: int) -> tuple[int, ...]:
@@ -324,7 +300,8 @@ def bench_widths(args) -> list[dict]:
         pairs = sum(n * size for n, size in zip(routing.counts_E.tolist(), sizes))
         x = torch.randn(T, D, device=DEVICE).to(args.dtype).requires_grad_()
         for name, width in (("mixed", 0), ("one width", N), ("padded", M)):
-            for backend in args.backends if width else ("auto",):
+            backends = ["auto"] if not width else args.backends + ["spmm"] * (width == N)
+            for backend in backends:
                 shapes = ((E, 2 * width, D), (E, D, width))
                 if not width:
                     shapes = ((2 * widths.total, D), (widths.total, D))
@@ -362,7 +339,7 @@ def bench_widths(args) -> list[dict]:
 # ---- the program ---------------------------------------------------------------------------------
 
 
-PARTS = {"spmm": bench_spmm, "moe": bench_moe, "layer": bench_layer, "widths": bench_widths}
+PARTS = {"spmm": bench_spmm, "moe": bench_moe, "widths": bench_widths}
 
 
 def draw(path: Path, spmm_rows: list[dict], moe_rows: list[dict]) -> None:
@@ -385,39 +362,23 @@ def draw(path: Path, spmm_rows: list[dict], moe_rows: list[dict]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "bench_spmm")
-    parser.add_argument("--part", choices=("all", *PARTS), default="all")
-    parser.add_argument(
-        "--shapes", type=tuples("M,K,N"), default=SHAPES, help="M,K,N;M,K,N… of spmm"
-    )
-    parser.add_argument("--densities", type=listed(float), default=DENSITIES, help="percents")
-    parser.add_argument(
-        "--blocks", type=listed(int), default=BLOCKS, help="sizes; 1 = unstructured"
-    )
-    parser.add_argument("--skews", type=listed(), default=["uniform", "power"])
-    parser.add_argument("--moe", type=tuples("T,d,K"), default=MOE, help="T,d,K;T,d,K…")
-    parser.add_argument("--methods", type=listed(), default=[], help="of moe; default: all")
-    parser.add_argument(
-        "--widths", type=tuples("T,D,N,E,K"), default=WIDTHS, help="T,D,N,E,K;… of widths"
-    )
-    parser.add_argument("--tile", type=int, default=64, help="widths are multiples of this")
-    parser.add_argument(
-        "--backends",
-        type=listed(),
-        default=["triton", "auto"],
-        help="of the experts of one width",
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    parser.add_argument("--seconds", type=float, default=0.05, help="spent on each measurement")
+    parser = bench_parser(__doc__, "bench_spmm", small=True)
+    add = parser.add_argument
+    add("--part", choices=("all", *PARTS), default="all")
+    add("--shapes", type=tuples("M,K,N"), default=SHAPES, help="of spmm: M,K,N;M,K,N…")
+    add("--densities", type=listed(float), default=DENSITIES, help="of spmm, in percent")
+    add("--blocks", type=listed(int), default=BLOCKS, help="of spmm; 1: unstructured")
+    add("--skews", type=listed(), default="uniform,power", help="of spmm: lengths of rows")
+    add("--seconds", type=float, default=0.05, help="spent on each measurement")
     args = parse(parser, arguments)
-    args.layers = LAYERS
+    args.dtype, args.backends, args.tile = torch.bfloat16, ["triton", "auto"], TILE
+    args.moe, args.widths = MOE, WIDTHS
     if args.small:
-        for name, value in SMALL.items():
-            if name == "layers" or getattr(args, name) == parser.get_default(name):
+        for name, value in SMALL.items():  # what was given stays
+            if getattr(args, name) is (parser.get_default(name) or getattr(args, name)):
                 setattr(args, name, value)
-        if DEVICE.type == "cpu":  # torch.sparse has no other type on every CPU
-            args.dtype, args.backends = "float32", ["reference"]
-    args.dtype = getattr(torch, args.dtype)
+    if DEVICE.type == "cpu":  # torch.sparse has no other type on every CPU
+        args.dtype, args.backends = torch.float32, ["reference"]
     warnings.filterwarnings("ignore", "Sparse .* tensor support is in beta")
     header(str(args.dtype).removeprefix("torch."))
     rows = {name: bench(args) for name, bench in PARTS.items() if args.part in ("all", name)}

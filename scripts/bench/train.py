@@ -15,9 +15,9 @@ same load. The first steps (compilation, tuning) are left out; the figure is the
     FLOPs per token = 6 * weights in products that a token meets + 6 * layers * heads * head_dim *
     (seq_len + 1)
 
---peer and --peer-compiled run the same architecture in transformers in the same process: bfloat16
-weights and moments (rounded to the nearest), sdpa attention, grouped_mm experts, fused AdamW, the
-same rows without document borders. --profile prints the device time of one step by kernel, and
+--peer runs the same architecture in transformers in the same process: bfloat16 weights and moments
+(rounded to the nearest), sdpa attention, grouped_mm experts, fused AdamW, the same rows without
+document borders. --profile prints the device time of one step by kernel, and
 whether the host waits anywhere in it. Results: a table, and JSON under --out.
 """
 
@@ -27,7 +27,7 @@ import gc
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -44,21 +44,21 @@ from moe.layer import MoE
 from moe.router import gates_at
 from moe.routing import Routing
 from parallel import World
+from scripts._command import bounded, command
 from scripts.bench import peers
 from scripts.bench.harness import (
     Table,
+    bench_parser,
     covered,
     device_events,
     finish,
     header,
-    make_parser,
     parse,
     release,
     step_seconds,
 )
 from training.assemble import Trainee, make_trainee, model_config
-from training.config.build import Config, ConfigError, Plan, fail, load_config, make_plan
-from training.config.load import expand_home
+from training.config.build import Config, Plan, load_config, make_plan
 from training.data import Batch, TextTokenizer, build_data, load_tokenizer
 from training.device import peak_flops
 from training.estimate.flops import flops_per_token
@@ -72,22 +72,6 @@ TEXT = (
 )
 
 # ---- what benchmarks of whole models share -------------------------------------------------------
-
-
-def text_config(path: str, overrides: Sequence[str]) -> Config:
-    """A config with the bundled novel as its data. Exits with code 2 after one line about a
-    mistake."""
-    try:
-        return load_config(path, [*TEXT, *overrides])
-    except ConfigError as error:
-        fail(error)
-
-
-def text_plan(config: Config, processes: int = 1, cuda: bool | None = None) -> Plan:
-    try:
-        return make_plan(config, processes, cuda=cuda)
-    except ConfigError as error:
-        fail(error)
 
 
 def text_batches(
@@ -224,38 +208,36 @@ def profile(step: Callable[[int], object]) -> dict:
     return {"kernels": kernels, "busy_ms": busy, "idle_ms": idle}
 
 
-def bench_peer(
-    row: dict, args, config: Config, plan: Plan, tokenizer, steps, compiled: bool
-) -> None:
+def bench_peer(row: dict, args, config: Config, plan: Plan, tokenizer, steps) -> None:
     architecture = model_config(config, tokenizer).to_hf()
     rows, device = args.peer_rows, torch.device(plan.device)
-    version, step = peers.transformers_step(architecture, steps, rows, compiled, device)
-    row["name"] = f"transformers {version}{' compiled' if compiled else ''}, {rows} rows"
+    version, step = peers.transformers_step(architecture, steps, rows, device)
+    row["name"] = f"transformers {version}, {rows} rows"
     time_steps(row, step, args, config, plan, steps)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser(__doc__, "bench_train", small=False)
-    parser.add_argument("config", type=expand_home)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--layers", type=int, help="cut the model to so many layers")
-    parser.add_argument("--steps", type=int, default=6, help="steps that count")
+    parser = bench_parser(__doc__, "bench_train", config=True)
+    parser.add_argument("--layers", type=bounded(least=1), help="cut the model to so many layers")
+    parser.add_argument("--steps", type=bounded(least=1), default=6, help="steps to time")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--micro-batches", type=int, default=4, help="of one step")
+    parser.add_argument(
+        "--micro-batches", type=bounded(least=1), default=4, help="micro-batches per step"
+    )
     parser.add_argument("--routing", default="both", choices=("both", "real", "balanced"))
     parser.add_argument("--peer", action="store_true", help="transformers in the same run")
-    parser.add_argument("--peer-compiled", action="store_true", help="and with torch.compile")
-    parser.add_argument("--peer-rows", type=int, help="of its micro-batches; default: as ours")
+    parser.add_argument("--peer-rows", type=int, help="rows of its micro-batches; default: as ours")
     parser.add_argument("--profile", action="store_true")
     args = parse(parser, arguments, gpu_only=("profile",))
     overrides = list(args.overrides)
     if args.layers:
         overrides.append(f"model.num_hidden_layers={args.layers}")
-    config = text_config(args.config, overrides)
+    config = load_config(args.config, [*TEXT, *overrides])
     if not any(word.startswith("train.global_batch_size=") for word in args.overrides):
         size = args.micro_batches * config.train.micro_batch_size
-        config = text_config(args.config, [*overrides, f"train.global_batch_size={size}"])
-    plan = text_plan(config)
+        config = load_config(args.config, [*TEXT, *overrides, f"train.global_batch_size={size}"])
+    plan = make_plan(config)
     rows = args.peer_rows = min(args.peer_rows or plan.micro_batch_size, plan.micro_batch_size)
     tokenizer = load_tokenizer(config.data, args.out / "tokenizer")
     steps = text_batches(config, plan, tokenizer, 4)
@@ -276,12 +258,11 @@ def main(arguments: list[str] | None = None) -> int:
         release()
         with table.row(name="balanced routing" if balanced else "real routing") as row:
             bench_ours(row, args, config, plan, tokenizer, steps, balanced)
-    for wanted, compiled in ((args.peer, False), (args.peer_compiled, True)):
-        if wanted:
-            gc.collect()
-            release()
-            with table.row(name="transformers", micro_batch_size=rows) as row:
-                bench_peer(row, args, config, plan, tokenizer, steps, compiled)
+    if args.peer:
+        gc.collect()
+        release()
+        with table.row(name="transformers", micro_batch_size=rows) as row:
+            bench_peer(row, args, config, plan, tokenizer, steps)
     return finish(args)
 
 

@@ -64,11 +64,11 @@ def run(folder: Path, name: str, *words: str) -> str:
 
 def engine(folder: Path, name: str, nproc: int, *words: str) -> dict:
     """The slowest rank's figures of whole steps, with the largest peak."""
-    path = folder / f"{name}.json"
+    out = folder / name
     small = ["--cpu", "--small"] if CPU else []
     run(folder, name, "scripts/bench/parallel.py", "engine", "--nproc", str(nproc),
-        "--json", str(path), "--timeout", "3000", *small, *words)  # fmt: skip
-    rows = json.loads(path.read_text())["rows"]
+        "--out", str(out), "--timeout", "3000", *small, *words)  # fmt: skip
+    rows = json.loads((out / "engine.json").read_text())["rows"]
     slowest = max(rows, key=lambda row: row["step s"])
     return slowest | {"peak GiB": max(row["peak GiB"] or 0.0 for row in rows)}
 

@@ -23,7 +23,6 @@ def args(tmp_path):
         verbose=False,
         failed=0,
         written={},
-        began=time.perf_counter(),
     )
 
 
@@ -63,19 +62,6 @@ def test_what_is_absent_or_fails_keeps_nothing_from_running(args, capsys):
     told = capsys.readouterr()
     assert "peer    absent: no peer" in told.out
     assert told.err == "error: 1 rows failed; --verbose shows where\n"
-
-
-def test_no_row_starts_after_the_time_is_over(args, capsys):
-    args.limit = 0.0
-    table = harness.Table(args, "kind", "name:6s")
-    reached = []
-    with harness.in_time():
-        with table.row(name="one"):
-            reached.append(1)
-        reached.append(2)
-    assert not reached and not table.rows
-    assert harness.finish(args) == 0
-    assert capsys.readouterr().out.startswith("out of time: the rest is left out")
 
 
 def test_errors_are_relative_by_norm():

@@ -50,8 +50,8 @@ def test_a_small_run_beside_peers(tmp_path, capsys):
     seen = [(row["name"], row.get("routing")) for row in rows]
     assert [name for name, _ in seen] == [*(n for n in names for _ in range(2)), "cuBLAS bound"]
     assert seen[:2] == [("tessera", "random"), ("tessera", "balanced")]
+    assert all(row[f"{key} error"] < 0.01 for row in rows[:2] for key in bench_moe.ERRORS)
     for row in rows[:6]:
-        assert all(row[f"{key} error"] < 0.01 for key in bench_moe.ERRORS), row
         flops = 18 * 512 * 2 * 16 * 32
         assert row["both TFLOP/s"] == pytest.approx(flops / row["both ms"] / 1e9)
     assert all("sonicmoe" in row["absent"] for row in rows[6:8])
@@ -68,7 +68,7 @@ def test_an_error_in_a_layer_shows(tmp_path, monkeypatch):
         return lambda x, router, w1, w2: layer(x, router, w1.roll(1, 0), w2)
 
     monkeypatch.setitem(peers.PEERS, "tessera", wrong)
-    (row,) = run(tmp_path, "--peers", "tessera", "--routing", "random", "--no-bound")
+    row, _ = run(tmp_path, "--peers", "tessera", "--routing", "random")
     assert row["out error"] > 0.5 and row["dw1 error"] > 0.5
 
 
@@ -81,18 +81,11 @@ def test_rounding_beside_top_k(tmp_path, capsys):
     assert "rounded / top-K, experts, both TFLOP/s: " in capsys.readouterr().out
 
 
-def test_out_of_time_leaves_the_rest(tmp_path, capsys):
-    arguments = ["--small", "--seconds", "0", "--out", str(tmp_path)]
-    assert bench_moe.main(arguments) == 0
-    assert "out of time: the rest is left out" in capsys.readouterr().out
-    assert not (tmp_path / "layers.json").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--peers", "tesera"], "--peers='tesera' is unknown; allowed: tessera, "),
-        (["--shapes", "7"], "--shapes=7: '7' is none of 0 to 5, or all"),
+        (["--shapes", "7"], "--shapes: '7' is none of 0 to 5, or all"),
         (["--tune", "--small"], "error: --tune needs a CUDA device"),
         ([], "needs a CUDA device; allowed here: --small"),
     ],
@@ -166,7 +159,7 @@ def test_tuning_measures_every_product_with_its_error(tmp_path, monkeypatch):
     for module in (bench_moe, peers):  # the interpreter has no bfloat16
         monkeypatch.setattr(module, "BF16", torch.float32)
     monkeypatch.setattr(bench_moe, "hopper_launches", lambda *_: {})
-    args = bench_moe.make_parser("", "x").parse_args(["--out", str(tmp_path), "--verbose"])
+    args = bench_moe.bench_parser("", "x").parse_args(["--out", str(tmp_path), "--verbose"])
     more = {"command": [], "failed": 0, "written": {}, "zeros": False, "kernels": []}
     vars(args).update(more, routings=[False], tier="triton")
     table = bench_moe.Table(args, "tune", bench_moe.COLUMNS["tune"])

@@ -22,15 +22,6 @@ def test_a_small_run_beside_torch(tmp_path):
     assert (tmp_path / "router.png").stat().st_size > 1000
 
 
-def test_the_cost_of_rounding(tmp_path):
-    assert bench.main(["--small", "--rounding", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "rounding.json").read_text())["rows"]
-    assert [row["variant"] for row in rows][:3] == ["nearest", "up", "down"]
-    assert rows[1]["pairs"] % 128 == 0
-    for row in rows:
-        assert row["adds us"] == pytest.approx(row["rounded us"] - row["plain us"])
-
-
 def test_the_baseline_routes_as_the_kernels_do():
     z = torch.randn(33, 8)
     gate, index, lse, prob, ends, slot, row, token = bench.full_torch(z, 2)
@@ -49,7 +40,7 @@ def test_the_baseline_routes_as_the_kernels_do():
 def test_kernels_are_summed_by_name(monkeypatch, tmp_path):
     events = [(0, 4, "gate(int)"), (5, 7, "gate(long)"), (8, 9, "at::fill"), (9, 10, "Memset")]
     monkeypatch.setattr(bench, "device_events", lambda run: run() and events)
-    args = bench.make_parser("", "x").parse_args(["--out", str(tmp_path)])
+    args = bench.bench_parser("", "x").parse_args(["--out", str(tmp_path)])
     args.command, args.failed, args.written = [], 0, {}
     table = bench.Table(args, "kernels", bench.COLUMNS["kernels"])
     bench.bench_kernels(table, [(8, 4, 2)], rounding=False)

@@ -16,10 +16,10 @@ def test_small_run(tmp_path, capsys):
     assert module.main([*words, "--blocks", "1,16", "--out", str(tmp_path)]) == 0
     result = {
         kind: json.loads((tmp_path / f"{kind}.json").read_text())["rows"]
-        for kind in ("spmm", "summary", "moe", "layer", "widths")
+        for kind in ("spmm", "summary", "moe", "widths")
     }
     assert (tmp_path / "spmm.png").stat().st_size > 1000
-    rows = [row for kind in ("spmm", "moe", "layer", "widths") for row in result[kind]]
+    rows = [row for kind in ("spmm", "moe", "widths") for row in result[kind]]
     assert not [row["failed"] for row in rows if "failed" in row]
     assert all(row["error"] < 1e-5 for row in rows)
     seen = {(row["block"], row["skew"], row["density"], row["method"]) for row in result["spmm"]}
@@ -34,9 +34,8 @@ def test_small_run(tmp_path, capsys):
     ]  # fmt: skip
     operations = {(row["operation"], row["method"]) for row in result["moe"]}
     assert {(o, "ours") for o in ("dispatch", "combine", "dispatch_back", "gate_grad")} < operations
-    assert [row["method"] for row in result["layer"]] == ["spmm", "grouped"]
     assert [row["method"] for row in result["widths"]] == [
-        "mixed", "one width, reference", "padded, reference"
+        "mixed", "one width, reference", "one width, spmm", "padded, reference"
     ]  # fmt: skip
     assert "crossover" in capsys.readouterr().out
 
@@ -71,11 +70,11 @@ def test_crossover():
 
 
 def test_sizes_that_are_none(capsys):
-    for words in (["--shapes", "1,2"], ["--moe", "1,2,x"], ["--widths", "0,1,1,1,1"]):
+    for words in (["--shapes", "1,2"], ["--shapes", "1,2,x"], ["--shapes", "0,1,1"]):
         with pytest.raises(SystemExit) as stop:
             module.main(["--small", *words])
         assert stop.value.code == 2
-        assert f"argument {words[0]}: {words[1]!r} is not " in capsys.readouterr().err
+        assert f"error: {words[0]}: {words[1]!r} is not " in capsys.readouterr().err
 
 
 def test_e23_the_picture_has_a_legend_however_many_shapes(tmp_path, monkeypatch):
