@@ -206,7 +206,6 @@ STILL: dict[str, list[str]] = {
         "moe.kernels.hopper.down_backward moe.kernels.hopper.outer moe.kernels.hopper.rows "
         "moe.kernels.hopper.selftest",
         "moe.kernels.hopper.gating moe.kernels.routing.topk_gating",
-        "moe.sparse.formats moe.sparse.products",
     ],
     "private names": [
         "models.config_hf < models.config._HF_TOKEN_IDS",
@@ -231,7 +230,6 @@ STILL: dict[str, list[str]] = {
         "moe.kernels.routing.topk_gating > moe.kernels.hopper.gating",
         "moe.kernels.grouped.up_forward > moe.kernels.hopper.rows",
         "moe.kernels.grouped.weight_gradient > moe.kernels.hopper.outer",
-        "moe.sparse.formats > moe.sparse.products",
         "parallel.engines > parallel.deepspeed_adam",
         "parallel.engines > parallel.deepspeed_engine",
         "parallel.processes > parallel.world",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe.control import exported, routers_of
 from moe.layer import MoE
-from moe.sparse.dynamic import activation_density
+from moe.sparse.activations import activation_density
 from moe.trace import RoutingTrace
 from parallel import World, sum_
 from training.evaluate import evaluation
@@ -83,7 +83,7 @@ class Probe:
     @torch.no_grad()
     def activations(self, threshold: float) -> dict[str, Tensor]:
         """Share of the experts' activations in the probe that a product could not skip, mean over
-        layers, for tiles of 1 to 128 rows; see `moe.sparse.dynamic`. Scalars on the device.
+        layers, for tiles of 1 to 128 rows; see `moe.sparse.activations`. Scalars on the device.
 
         Args:
             threshold: absolute values up to this count as zero.

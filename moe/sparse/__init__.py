@@ -6,8 +6,9 @@ products that the layer uses by default, which `docs/sparse.md` compares with th
 """
 
 from moe.sparse.formats import BCSR, COO, CSC, CSR, from_torch
+from moe.sparse.matmul import matmul, sdd, spmm
 from moe.sparse.pattern import Pattern
-from moe.sparse.products import gather, matmul, sdd, sddmm, spmm
+from moe.sparse.products import gather, sddmm
 from moe.sparse.routing import routing_csc, routing_csr
 
 __all__ = [

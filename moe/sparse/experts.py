@@ -30,7 +30,7 @@ from moe.kernels.common.reference import expert_of_rows, used_rows
 from moe.routing import Routing
 from moe.sparse.formats import CSR
 from moe.sparse.pattern import Pattern
-from moe.sparse.products import dsd_stack, gather, sdd_stack, spmm
+from moe.sparse.products import dsd_stack, gather, sdd_stack
 
 
 class Topology(NamedTuple):
@@ -181,7 +181,7 @@ def spmm_experts(
     h_ZBH = sdd_stack(blocks, x_PD, w1_EHD.mT, (height, wide * width), backend=backend)
     a_ZBN = _Activation.apply(h_ZBH.flatten(0, 1), activation).view(-1, height, width)
     y_PD = dsd_stack(blocks, a_ZBN, w2_EDN.mT, backend=backend)
-    out_TD = spmm(combine, y_PD, backend=backend)
+    out_TD = combine.times(y_PD, backend=backend)
     if output_sums:  # rows that fill up a block are zeros
         return out_TD, gather(by_expert, y_PD.detach(), backend=backend)
     return out_TD

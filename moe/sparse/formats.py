@@ -5,8 +5,7 @@
 
 `density` is the share of entries that are stored; sparsity is 1 - density. Conversions carry the
 gradient of the values. Those that must count entries (to a smaller set of them, or from a dense
-matrix) read memory back; CSR to CSC and every transpose do not. Products are in
-`moe.sparse.products`.
+matrix) read memory back; CSR to CSC and every transpose do not.
 
 Shape letters: M rows, K columns, Z stored entries (blocks, in BCSR); H, W height and width of a
 block.
@@ -22,6 +21,7 @@ from torch import Tensor
 from moe.kernels.common.backend import pick_backend
 from moe.kernels.sparse.spmm import spmm
 from moe.sparse.pattern import INDEX, Pattern
+from moe.sparse.products import blocks_product, entries_product
 
 
 class _Sparse:
@@ -58,15 +58,57 @@ class _Sparse:
             return replace(self, values=values)
         return replace(self, values=values, pattern=self.pattern.to(values.device))
 
-    def __matmul__(self, x: Tensor) -> Tensor:
-        from moe.sparse.products import matmul
+    def times(
+        self,
+        x: Tensor,
+        add: Tensor | None = None,
+        *,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        backend: str = "auto",
+    ) -> Tensor:
+        """alpha · A · X + beta · C; see `moe.sparse.spmm`."""
+        if x.dim() != 2 or x.shape[0] != self.shape[1]:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; with a matrix of {tuple(self.shape)} it must have "
+                f"{self.shape[1]} rows"
+            )
+        self._check(x)
+        if beta != 0 and add is None:
+            raise ValueError(f"beta={beta} needs `add`, which is None")
+        out = (self.shape[0], x.shape[1])
+        if add is not None and add.shape != out:
+            raise ValueError(f"add has shape {tuple(add.shape)}, must be {out}")
+        add = None if beta == 0 else add
+        return self._times(x, add, alpha=float(alpha), beta=float(beta), backend=backend)
 
-        return matmul(self, x)
+    def times_from_left(self, x: Tensor, *, backend: str = "auto") -> Tensor:
+        """X · A, computed as (Aᵀ · Xᵀ)ᵀ: blocks are read in place, entries from a copy of Xᵀ."""
+        if x.dim() != 2 or x.shape[1] != self.shape[0]:
+            raise ValueError(
+                f"the dense matrix has shape {tuple(x.shape)}, its columns must be the "
+                f"{self.shape[0]} rows of the sparse one"
+            )
+        self._check(x)
+        return self._transpose_times(x.mT, backend=backend).mT.contiguous()
+
+    def _times(self, x: Tensor, add: Tensor | None, **options) -> Tensor:
+        raise NotImplementedError
+
+    def _transpose_times(self, x: Tensor, *, backend: str) -> Tensor:
+        return self.t().times(x.contiguous(), backend=backend)
+
+    def _check(self, x: Tensor) -> None:
+        if self.device != x.device:
+            raise ValueError(f"the sparse matrix is on {self.device} and x on {x.device}")
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"x is {x.dtype}; allowed: floating dtypes")
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        return self.times(x)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        from moe.sparse.products import matmul
-
-        return matmul(x, self)
+        return self.times_from_left(x)
 
 
 @dataclass(frozen=True)
@@ -131,6 +173,9 @@ class COO(_Sparse):
         """See `CSR.bcsr`."""
         return self.csr().bcsr(block)
 
+    def _times(self, x: Tensor, add: Tensor | None, **options) -> Tensor:
+        return self.csr()._times(x, add, **options)
+
     def t(self) -> COO:
         """The transpose, sharing all arrays."""
         return COO(self.columns, self.rows, self.values, self.shape[::-1])
@@ -179,6 +224,10 @@ class _Compressed(_Sparse):
     def _flip(self) -> tuple[Pattern, Tensor]:
         pattern, order = self.pattern.flipped
         return pattern, self.values[order]
+
+    def _times(self, x: Tensor, add: Tensor | None, **options) -> Tensor:
+        transposed = self.AXES[0] == "column"
+        return entries_product(self.pattern, self.values, x, add, transposed=transposed, **options)
 
     def validate(self):
         """Check the entries, reading memory; returns self. See `Pattern.validate`."""
@@ -392,6 +441,14 @@ class BCSR(_Sparse):
 
     def csc(self) -> CSC:
         return self.csr().csc()
+
+    def _times(self, x: Tensor, add: Tensor | None, **options) -> Tensor:
+        return blocks_product(self.pattern, self.values, x, add, rows=self.shape[0], **options)
+
+    def _transpose_times(self, x: Tensor, *, backend: str) -> Tensor:
+        return blocks_product(
+            self.pattern, self.values, x, rows=self.shape[1], transposed=True, backend=backend
+        )
 
     def bcsr(self, block: int | tuple[int, int]) -> BCSR:
         """The same matrix in blocks of another size."""

@@ -1,9 +1,10 @@
-"""Products of sparse and dense matrices, differentiable in the values and in the dense side.
+"""Products by a pattern and its values, differentiable in the values and in the dense side.
 
-    matmul(a, x), matmul(x, a)     either side sparse: CSR, CSC, COO or BCSR
-    spmm(a, x, add, alpha, beta)   alpha · A · X + beta · C
-    sddmm(pattern, a, b)           values of A · Bᵀ at the entries of a pattern
-    sdd(pattern, a, b, block)      blocks of A · B at the entries of a block pattern
+    entries_product(pattern, values, x)    A · X, A with one value an entry
+    blocks_product(pattern, blocks, x)     A · X, A with one block an entry
+    sddmm(pattern, a, b)                   values of A · Bᵀ at the entries of a pattern
+    sdd_stack(pattern, a, b, block)        blocks of A · B at the entries of a block pattern
+    gather(pattern, x)                     A · X, A with a one at every entry
 
 All sums are float32 (float64 for float64), all orders fixed: every product is deterministic, there
 is no other mode. Gradients of transposed products walk the flipped pattern, which a matrix derives
@@ -23,10 +24,7 @@ from moe.kernels.routing import spread as _spread
 from moe.kernels.sparse import block_products
 from moe.kernels.sparse import sddmm as _sddmm
 from moe.kernels.sparse import spmm as _spmm
-from moe.sparse.formats import BCSR, COO, CSC, CSR
 from moe.sparse.pattern import Pattern
-
-Sparse = COO | CSR | CSC | BCSR
 
 
 def _wants(*tensors: Tensor | None) -> bool:
@@ -198,54 +196,62 @@ class _Sdd(torch.autograd.Function):
         return da, db, *(None,) * 5
 
 
-# ------------------------------------------------------------------------------------------ public
+# ----------------------------------------------------------------------------------------- public
 
 
-def spmm(
-    a: Sparse,
+def entries_product(
+    pattern: Pattern,
+    values: Tensor,
     x: Tensor,
     add: Tensor | None = None,
     *,
+    transposed: bool = False,
     alpha: float = 1.0,
     beta: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """alpha · A · X + beta · C.
+    """alpha · A · X + beta · C of the matrix with these values at the entries of a pattern.
 
     Args:
-        a: [M, K] in any format; COO is sorted first (reads memory).
-        x: [K, N]; float32, float16, bfloat16 (float64 with the reference).
-        add: C, [M, N]; with beta=0 it is not read, so its NaN stay out. With alpha=0 the product
-            is not read.
-        backend: "auto", "triton" or "reference".
-
-    Returns:
-        [M, N] in the dtype of x, contiguous. What is not stored is not multiplied: NaN and Inf of
-        x reach only the rows that name them. A stored 0 times NaN is NaN.
-
-    Raises:
-        ValueError: shapes, devices or options that do not fit.
+        values: [Z].
+        x: [K, N].
+        add: C, [M, N].
+        transposed: Aᵀ instead of A.
     """
-    _check(a, x, "x", a.shape[1])
-    if beta != 0 and add is None:
-        raise ValueError(f"beta={beta} needs `add`, which is None")
-    if add is not None and add.shape != (a.shape[0], x.shape[1]):
-        raise ValueError(f"add has shape {tuple(add.shape)}, must be {(a.shape[0], x.shape[1])}")
     backend = pick_backend(backend, x)
-    add = None if beta == 0 else add
-    alpha, beta = float(alpha), float(beta)
-    if isinstance(a, BCSR):
-        add = None if add is None else add[None]
-        values = a.values.to(x.dtype)
-        shape = (1, a.shape[0], x.shape[1])
-        _derive(a.pattern, flipped=_wants(x), split=False)
-        return _Dsd.apply(values, x[None], add, a.pattern, False, shape, alpha, beta, backend)[0]
-    a = a.csr() if isinstance(a, COO) else a
-    transposed = isinstance(a, CSC)
     _derive(
-        a.pattern, rows=_wants(a.values), flipped=transposed or _wants(x), split=backend == "triton"
+        pattern,
+        rows=_wants(values),
+        flipped=transposed or _wants(x),
+        split=backend == "triton",
     )
-    return _Spmm.apply(a.values, x, add, a.pattern, transposed, alpha, beta, backend)
+    return _Spmm.apply(values, x, add, pattern, transposed, alpha, beta, backend)
+
+
+def blocks_product(
+    pattern: Pattern,
+    blocks: Tensor,
+    x: Tensor,
+    add: Tensor | None = None,
+    *,
+    rows: int,
+    transposed: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """alpha · A · X + beta · C of the matrix with these blocks at the entries of a pattern.
+
+    Args:
+        blocks: [Z, H, W], in any dtype; computed in that of x.
+        rows: of the result; the last block may stick out.
+    """
+    add = None if add is None else add[None]
+    _derive(pattern, flipped=transposed or _wants(x), split=False)
+    return _Dsd.apply(
+        blocks.to(x.dtype), x[None], add, pattern, transposed, (1, rows, x.shape[1]), alpha, beta,
+        pick_backend(backend, x),
+    )[0]  # fmt: skip
 
 
 def gather(pattern: Pattern, x: Tensor, *, backend: str = "auto") -> Tensor:
@@ -256,32 +262,6 @@ def gather(pattern: Pattern, x: Tensor, *, backend: str = "auto") -> Tensor:
     backend = pick_backend(backend, x)
     _derive(pattern, flipped=_wants(x), split=backend == "triton")
     return _Spmm.apply(None, x, None, pattern, False, 1.0, 0.0, backend)
-
-
-def matmul(a: Sparse | Tensor, b: Sparse | Tensor, *, backend: str = "auto") -> Tensor:
-    """A · B of one sparse and one dense matrix, in the dtype of the dense one; see `spmm`.
-
-    X · A is computed as (Aᵀ · Xᵀ)ᵀ: blocks are read in place, entries from a transposed copy of X.
-    """
-    if isinstance(a, Tensor) == isinstance(b, Tensor):
-        raise ValueError("one side of matmul must be sparse and one a dense tensor")
-    if isinstance(b, Tensor):
-        return spmm(a, b, backend=backend)
-    if a.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(
-            f"the dense matrix has shape {tuple(a.shape)}, its columns must be the "
-            f"{b.shape[0]} rows of the sparse one"
-        )
-    if isinstance(b, BCSR):
-        _check(b, a.mT, "x", b.shape[0])
-        shape = (1, b.shape[1], a.shape[0])
-        _derive(b.pattern, flipped=True, split=False)
-        out = _Dsd.apply(
-            b.values.to(a.dtype), a.mT[None], None, b.pattern, True, shape, 1.0, 0.0,
-            pick_backend(backend, a),
-        )  # fmt: skip
-        return out[0].mT.contiguous()
-    return spmm(b.t(), a.mT.contiguous(), backend=backend).mT.contiguous()
 
 
 def sddmm(
@@ -301,33 +281,21 @@ def sddmm(
     return _Sddmm.apply(a, b, pattern, float(alpha), backend)
 
 
-def sdd(
+def sdd_stack(
     pattern: Pattern,
     a: Tensor,
-    b: Tensor,
-    block: int | tuple[int, int],
+    b_GIC: Tensor,
+    block: tuple[int, int],
     *,
     alpha: float = 1.0,
     backend: str = "auto",
-) -> BCSR:
-    """alpha · A · B at the blocks of a pattern; a [M, N], b [N, K]. Differentiable in both."""
-    block = (block, block) if isinstance(block, int) else tuple(block)
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(f"a is {tuple(a.shape)} and b {tuple(b.shape)}: inner sizes differ")
-    _derive(pattern, flipped=_wants(b), split=False)
-    values = _Sdd.apply(a, b[None], pattern, *block, float(alpha), pick_backend(backend, a))
-    return BCSR(pattern, values, (a.shape[0], b.shape[1]))
-
-
-def sdd_stack(
-    pattern: Pattern, a: Tensor, b_GIC: Tensor, block: tuple[int, int], *, backend: str = "auto"
 ) -> Tensor:
-    """Blocks [Z, H, W] of A · (b_0 | b_1 | …), the matrices of a stack beside each other.
+    """Blocks [Z, H, W] of alpha · A · (b_0 | b_1 | …), the matrices of a stack beside each other.
 
     C must be a multiple of the block's width, so that no block crosses from one to the next.
     """
     _derive(pattern, flipped=_wants(b_GIC), split=False)
-    return _Sdd.apply(a, b_GIC, pattern, *block, 1.0, pick_backend(backend, a))
+    return _Sdd.apply(a, b_GIC, pattern, *block, float(alpha), pick_backend(backend, a))
 
 
 def dsd_stack(pattern: Pattern, blocks: Tensor, x_GRN: Tensor, *, backend: str = "auto") -> Tensor:
@@ -344,15 +312,3 @@ def dsd_stack(pattern: Pattern, blocks: Tensor, x_GRN: Tensor, *, backend: str =
     backend = pick_backend(backend, x_GRN)
     _derive(pattern, flipped=_wants(x_GRN), split=False)
     return _Dsd.apply(blocks, x_GRN, None, pattern, False, shape, 1.0, 0.0, backend)[0]
-
-
-def _check(a: Sparse, x: Tensor, name: str, rows: int) -> None:
-    if x.dim() != 2 or x.shape[0] != rows:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}; with a matrix of {tuple(a.shape)} it must have "
-            f"{rows} rows"
-        )
-    if a.device != x.device:
-        raise ValueError(f"the sparse matrix is on {a.device} and {name} on {x.device}")
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"{name} is {x.dtype}; allowed: floating dtypes")

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from moe.sparse import BCSR, CSR, spmm
+from moe.sparse.activations import activation_density, union_density
 from moe.sparse.dynamic import (
     DynamicMask,
     MaskSchedule,
-    activation_density,
     block_sums,
     keep_largest,
-    union_density,
 )
 from tests.moe.kernels.grouped_cases import activate_by_hand, offsets_of, topk_routing, weights
 

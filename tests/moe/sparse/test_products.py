@@ -287,6 +287,9 @@ def test_mistakes_are_refused():
         matmul(x, a)
     with pytest.raises(ValueError, match=r"torch\.int64; allowed: floating"):
         spmm(a, x.long())
+    for matrix in (a, BCSR.from_dense(torch.eye(3), 1)):
+        with pytest.raises(ValueError, match=r"torch\.int64; allowed: floating"):
+            matmul(x.mT.long(), matrix)
     with pytest.raises(ValueError, match="they must have that many rows"):
         sddmm(a.pattern, x, x[:2])
     with pytest.raises(ValueError, match="inner sizes differ"):
