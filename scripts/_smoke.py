@@ -7,7 +7,7 @@ settings added at its end where one card cannot do the whole (tests/scripts/test
 
 from __future__ import annotations
 
-import argparse
+import importlib.metadata
 import os
 import re
 import shlex
@@ -17,15 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from scripts._command import make_parser
+from training.config.build import git_commit
+from training.config.load import user_path
+from training.report.run_log import read_lines, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 LINKED = ("train.py", "configs", "scripts", "moe", "models", "parallel", "training", "README.md")
 STEP_S = 230.0
 """A command that takes longer has failed."""
@@ -43,102 +51,101 @@ class Lab:
 
     def losses(self, run: str) -> dict[int, tuple[float, float]]:
         """(loss, gradient norm) at each logged step of a run."""
-        from training.report.run_log import read_metrics
-
         lines = read_metrics(self.folder / "runs" / run)
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 
 
-Check = Callable[[Lab, str], None]
-"""Raises `Failed`; gets the lab and all that the command printed."""
-
-
-@dataclass(frozen=True)
 class Step:
-    """One command. `{text}` and `{python_sources}` stand for files that this machine has."""
+    """One command. `{text}` and `{python_sources}` stand for files that this machine has.
 
-    command: str
-    code: int = 0
-    checks: tuple[Check, ...] = ()
-    stop: tuple[signal.Signals, str, int] | None = None
-    """Signal to send once this run has logged this step."""
+    Args:
+        checks: (function, arguments…) each; called with the lab and all that the command printed
+            before its arguments, and raises `Failed`.
+        code: exit code that it must have.
+        stop: signal to send once this run has logged this step.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        *checks: tuple[Any, ...],
+        code: int = 0,
+        stop: tuple[signal.Signals, str, int] | None = None,
+    ) -> None:
+        self.command, self.checks, self.code, self.stop = command, checks, code, stop
 
 
-@dataclass(frozen=True)
 class Chain:
-    name: str
-    steps: tuple[Step, ...]
-    cuda: bool = False
-    """Only with a GPU."""
-    package: str | None = None
-    """Only where this package is installed."""
-    gib: float = 0
-    """Only on a GPU with so much memory."""
+    """Commands that need one another.
+
+    Args:
+        cuda: only with a GPU.
+        package: only where this package is installed.
+        gib: only on a GPU with so much memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *steps: Step,
+        cuda: bool = False,
+        package: str | None = None,
+        gib: float = 0,
+    ) -> None:
+        self.name, self.steps, self.cuda, self.package, self.gib = name, steps, cuda, package, gib
 
 
 # ---- what must come of a command ---------------------------------------------------------------
 
 
-def learns(run: str) -> Check:
+def learns(lab: Lab, output: str, run: str) -> None:
     """The loss falls, and every logged step counted."""
-
-    def check(lab: Lab, output: str) -> None:
-        losses = [loss for loss, _ in lab.losses(run).values()]
-        if len(losses) < 2 or not losses[-1] < losses[0] < 100:
-            raise Failed(f"the loss of runs/{run} does not fall: {losses}")
-
-    return check
+    losses = [loss for loss, _ in lab.losses(run).values()]
+    if len(losses) < 2 or not losses[-1] < losses[0] < 100:
+        raise Failed(f"the loss of runs/{run} does not fall: {losses}")
 
 
-def same_losses(first: str, second: str) -> Check:
+def same_losses(lab: Lab, output: str, first: str, second: str) -> None:
     """The second run has the first's losses and gradient norms, bit for bit, at the first's steps.
 
     A run that was stopped has logged one step more.
     """
-
-    def check(lab: Lab, output: str) -> None:
-        one, other = lab.losses(first), lab.losses(second)
-        differing = [step for step, values in one.items() if other.get(step) != values]
-        if differing or not one:
-            raise Failed(f"runs/{first} and runs/{second} differ from step {differing[:1]} on")
-
-    return check
+    one, other = lab.losses(first), lab.losses(second)
+    differing = [step for step, values in one.items() if other.get(step) != values]
+    if differing or not one:
+        raise Failed(f"runs/{first} and runs/{second} differ from step {differing[:1]} on")
 
 
-def near_losses(first: str, second: str, tolerance: float) -> Check:
+def near_losses(lab: Lab, output: str, first: str, second: str, tolerance: float) -> None:
     """Two runs' losses agree within a share of their size."""
-
-    def check(lab: Lab, output: str) -> None:
-        one, other = lab.losses(first), lab.losses(second)
-        if not one or one.keys() != other.keys():
-            raise Failed(f"runs/{first} and runs/{second} logged {sorted(one)}, {sorted(other)}")
-        worst = max(abs(one[step][0] / other[step][0] - 1) for step in one)
-        if not worst <= tolerance:
-            raise Failed(f"losses of runs/{first} and runs/{second} differ by {worst:.1e}")
-
-    return check
+    one, other = lab.losses(first), lab.losses(second)
+    if not one or one.keys() != other.keys():
+        raise Failed(f"runs/{first} and runs/{second} logged {sorted(one)}, {sorted(other)}")
+    worst = max(abs(one[step][0] / other[step][0] - 1) for step in one)
+    if not worst <= tolerance:
+        raise Failed(f"losses of runs/{first} and runs/{second} differ by {worst:.1e}")
 
 
-def begins_where(run: str, before: str) -> Check:
+def begins_where(lab: Lab, output: str, run: str, before: str) -> None:
     """A run that continues another's weights starts near that one's last loss."""
-
-    def check(lab: Lab, output: str) -> None:
-        first, last = lab.losses(run), lab.losses(before)
-        start, end = first[min(first)][0], last[max(last)][0]
-        if not start < end + 0.3:
-            raise Failed(f"runs/{run} starts at {start:.3f}; runs/{before} ended at {end:.3f}")
-
-    return check
+    first, last = lab.losses(run), lab.losses(before)
+    start, end = first[min(first)][0], last[max(last)][0]
+    if not start < end + 0.3:
+        raise Failed(f"runs/{run} starts at {start:.3f}; runs/{before} ended at {end:.3f}")
 
 
-def says(pattern: str) -> Check:
+def stopped_between(lab: Lab, output: str, run: str) -> None:
+    """The run was stopped before its end and resumed, so it has two attempts."""
+    lines = read_lines(lab.folder / "runs" / run / "metrics.jsonl")
+    attempts = {line["attempt"] for line in lines}
+    if attempts != {0, 1}:
+        raise Failed(f"runs/{run} has attempts {sorted(attempts)}, expected 0 and 1")
+
+
+def says(lab: Lab, output: str, pattern: str) -> None:
     """The output has a match of this regular expression."""
-
-    def check(lab: Lab, output: str) -> None:
-        if re.search(pattern, output) is None:
-            raise Failed(f"nothing in the output matches {pattern!r}")
-
-    return check
+    if re.search(pattern, output) is None:
+        raise Failed(f"nothing in the output matches {pattern!r}")
 
 
 def quiet(lab: Lab, output: str) -> None:
@@ -148,229 +155,178 @@ def quiet(lab: Lab, output: str) -> None:
         raise Failed(f"a warning: {found[0].strip()[:160]}")
 
 
-def leaves(path: str, size: int) -> Check:
+def leaves(lab: Lab, output: str, path: str, size: int) -> None:
     """A file of at least so many bytes is there."""
-
-    def check(lab: Lab, output: str) -> None:
-        file = lab.folder / path
-        if not file.is_file() or file.stat().st_size < size:
-            raise Failed(f"{path} is missing or smaller than {size} bytes")
-
-    return check
+    file = lab.folder / path
+    if not file.is_file() or file.stat().st_size < size:
+        raise Failed(f"{path} is missing or smaller than {size} bytes")
 
 
 # ---- the commands ------------------------------------------------------------------------------
 
 QUICKSTART = "python train.py configs/quickstart.yaml"
+TORCHRUN_ONE = "torchrun --standalone --nproc-per-node=1 train.py configs/quickstart.yaml"
+MEASURE = "python scripts/estimate.py --measure --gpu H200"
 EVERY_5 = (
     "log.every_steps=5 optim.warmup_steps=5 eval.every_steps=null eval.sample_prompt=null "
     "log.plots=false"
 )
 SHORT = f"train.steps=60 checkpoint.every_steps=10 {EVERY_5}"
+ENGINE = f"train.steps=20 {EVERY_5} optim.lr=1e-3"
+GRAPH = f"{SHORT} router.balance_scope=lagged"
+DENSE = "model.mlp_only_layers=[0,1,2,3] model.intermediate_size=256 router.balance_coef=null"
+REAL = (
+    "train.steps=20 train.global_batch_size=32 optim.warmup_steps=10 log.every_steps=5 "
+    "log.plots=false"
+)
+NARROW = "train.checkpointing=none optim.weights=bfloat16 optim.moments=bfloat16"
 ON_CPU = "run.device=cpu train.compile=false"
 FOUR = "parallel.nodes=2 parallel.expert=2"
-MEASURE = "python scripts/estimate.py --measure --gpu H200"
-NARROW = "train.checkpointing=none optim.weights=bfloat16 optim.moments=bfloat16"
-TORCHRUN_ONE = "torchrun --standalone --nproc-per-node=1 train.py configs/quickstart.yaml"
 
-
-def chains() -> list[Chain]:
-    """All chains, also those that this machine cannot run (`possible` tells)."""
-    graph = f"{SHORT} router.balance_scope=lagged"
-    engines = f"train.steps=20 {EVERY_5} optim.lr=1e-3"
-    dense = "model.mlp_only_layers=[0,1,2,3] model.intermediate_size=256 router.balance_coef=null"
-    real = (
-        "train.steps=20 train.global_batch_size=32 optim.warmup_steps=10 log.every_steps=5 "
-        "log.plots=false"
-    )
-    return [
-        Chain(
-            "use it",
-            (
-                Step(
-                    f"{QUICKSTART} train.steps=50 run.name=try",
-                    checks=(learns("try"), quiet, says("tokenizer")),
-                ),
-                Step(
-                    "python scripts/export_hf.py runs/try/checkpoints/latest out/ --check",
-                    checks=(says("passed|equal"),),
-                ),
-                Step("python scripts/import_hf.py out/ continued/"),
-                Step(
-                    f"{QUICKSTART} train.steps=10 run.name=on model.init_from=continued/ {EVERY_5}",
-                    checks=(begins_where("on", "try"),),
-                ),
-                Step(
-                    'python scripts/generate.py runs/try --prompt "Call me"',
-                    checks=(says(".{40}"),),
-                ),
-                Step("python scripts/generate.py out/ --prompt One --prompt Two --temperature 0"),
-                Step(
-                    "python scripts/report.py runs/try",
-                    checks=(leaves("runs/try/report.html", 9999),),
-                ),
-                Step("python scripts/doctor.py runs/try"),
-            ),
+CHAINS = (  # the longest first, as only so many run at a time
+    Chain(
+        "memory",  # exit code 1 if the peak is not the estimated one
+        Step(f"{MEASURE} configs/tessera_1b_a200m.yaml train.global_batch_size=16"),
+        Step(
+            f"{MEASURE} configs/olmoe_1b_7b.yaml {NARROW} train.micro_batch_size=8 "
+            "train.global_batch_size=8"
         ),
-        Chain(
-            "killed and stopped",
-            (
-                Step(f"{QUICKSTART} {SHORT} run.name=whole", checks=(learns("whole"),)),
-                Step(
-                    f"{QUICKSTART} {SHORT} run.name=killed",
-                    code=-signal.SIGKILL,
-                    stop=(signal.SIGKILL, "killed", 20),
-                ),
-                Step(
-                    f"{QUICKSTART} {SHORT} run.name=killed",
-                    checks=(same_losses("whole", "killed"),),
-                ),
-                Step(
-                    f"{QUICKSTART} {SHORT} run.name=stopped",
-                    code=75,
-                    stop=(signal.SIGTERM, "stopped", 15),
-                ),
-                Step(
-                    f"{QUICKSTART} {SHORT} run.name=stopped",
-                    checks=(stopped_between, same_losses("whole", "stopped")),
-                ),
-            ),
+        Step(
+            f"{MEASURE} configs/qwen3_30b_a3b.yaml {NARROW} train.micro_batch_size=4 "
+            "train.global_batch_size=4 model.num_hidden_layers=8"
         ),
-        Chain(
-            "four processes",
-            (
-                Step(
-                    "torchrun --standalone --nproc-per-node=4 train.py configs/quickstart.yaml "
-                    f"train.steps=50 {FOUR} run.name=four {ON_CPU} train.steps=10 {EVERY_5}",
-                    checks=(learns("four"),),
-                ),
-                Step(
-                    f"python scripts/verify.py configs/quickstart.yaml --nproc 4 {FOUR} {ON_CPU}",
-                ),
-            ),
+        cuda=True,
+        gib=130,  # 80, beside the other chains
+    ),
+    Chain(
+        "killed and stopped",
+        Step(f"{QUICKSTART} {SHORT} run.name=whole", (learns, "whole")),
+        Step(
+            f"{QUICKSTART} {SHORT} run.name=killed",
+            code=-signal.SIGKILL,
+            stop=(signal.SIGKILL, "killed", 20),
         ),
-        Chain(
-            "two processes",
-            (
-                Step(
-                    "env GPUS=2 bash scripts/launch/one_host.sh configs/quickstart.yaml "
-                    "parallel.nodes=2 parallel.expert=2 run.device=cpu train.steps=50 run.name=two "
-                    f"train.steps=10 {EVERY_5} train.compile=false",
-                    checks=(learns("two"),),
-                ),
-            ),
+        Step(f"{QUICKSTART} {SHORT} run.name=killed", (same_losses, "whole", "killed")),
+        Step(
+            f"{QUICKSTART} {SHORT} run.name=stopped",
+            code=75,
+            stop=(signal.SIGTERM, "stopped", 15),
         ),
-        Chain(
-            "one process of torchrun",
-            (
-                Step(f"{QUICKSTART} {engines} run.name=alone", checks=(learns("alone"),)),
-                Step(
-                    f"{TORCHRUN_ONE} {engines} run.name=fsdp2 parallel.engine=fsdp2",
-                    checks=(near_losses("fsdp2", "alone", 2e-2),),
-                ),
-                Step(
-                    "bash scripts/launch/one_host.sh configs/quickstart.yaml "
-                    f"{engines} run.name=host",
-                    checks=(near_losses("host", "alone", 2e-2),),
-                ),
-            ),
-            cuda=True,
+        Step(
+            f"{QUICKSTART} {SHORT} run.name=stopped",
+            (stopped_between, "stopped"),
+            (same_losses, "whole", "stopped"),
         ),
-        Chain(
-            "deepspeed",
-            (
-                Step(
-                    f"{TORCHRUN_ONE} {engines} run.name=deepspeed parallel.engine=deepspeed",
-                    checks=(learns("deepspeed"),),  # its own chain: it may be missing
-                ),
-            ),
-            cuda=True,
-            package="deepspeed",
+    ),
+    Chain(
+        "use it",
+        Step(
+            f"{QUICKSTART} train.steps=50 run.name=try",
+            (learns, "try"),
+            (quiet,),
+            (says, "tokenizer"),
         ),
-        Chain(
-            "one billion parameters on real text",
-            (
-                Step(
-                    "python scripts/prepare_data.py {python_sources} --format text --out store "
-                    "--train-tokenizer 32768",
-                    checks=(leaves("store/tokenizer/tokenizer.json", 99_999),),
-                ),
-                Step(
-                    "python train.py configs/tessera_1b_a200m.yaml 'data.sources=[{path: store}]' "
-                    f"data.tokenizer_vocab_size=null run.name=real {real}",
-                    checks=(learns("real"), quiet, says("experts hopper|experts triton")),
-                ),
-            ),
-            cuda=True,
+        Step(
+            "python scripts/export_hf.py runs/try/checkpoints/latest out/ --check",
+            (says, "passed|equal"),
         ),
-        Chain(
-            "dense model",
-            (
-                Step(
-                    f"{QUICKSTART} {dense} train.steps=20 run.name=dense {EVERY_5}",
-                    checks=(learns("dense"),),
-                ),
-                Step("python scripts/export_hf.py runs/dense dense/ --check"),
-            ),
+        Step("python scripts/import_hf.py out/ continued/"),
+        Step(
+            f"{QUICKSTART} train.steps=10 run.name=on model.init_from=continued/ {EVERY_5}",
+            (begins_where, "on", "try"),
         ),
-        Chain(
-            "CUDA graph",
-            (
-                Step(f"{QUICKSTART} {graph} run.name=launched", checks=(learns("launched"),)),
-                Step(
-                    f"{QUICKSTART} {graph} run.name=captured train.cuda_graph=true",
-                    checks=(same_losses("launched", "captured"),),
-                ),
-            ),
-            cuda=True,
+        Step('python scripts/generate.py runs/try --prompt "Call me"', (says, ".{40}")),
+        Step("python scripts/generate.py out/ --prompt One --prompt Two --temperature 0"),
+        Step("python scripts/report.py runs/try", (leaves, "runs/try/report.html", 9999)),
+        Step("python scripts/doctor.py runs/try"),
+    ),
+    Chain(
+        "one billion parameters on real text",
+        Step(
+            "python scripts/prepare_data.py {python_sources} --format text --out store "
+            "--train-tokenizer 32768",
+            (leaves, "store/tokenizer/tokenizer.json", 99_999),
         ),
-        Chain(
-            "own text",
-            (
-                Step(
-                    f"{QUICKSTART} run.name=mine "
-                    "'data.sources=[{path: my_texts/}]' data.tokenizer=null "
-                    f"train.steps=10 {EVERY_5}",
-                    checks=(learns("mine"), says("files? taken")),
-                ),
-            ),
+        Step(
+            "python train.py configs/tessera_1b_a200m.yaml 'data.sources=[{path: store}]' "
+            f"data.tokenizer_vocab_size=null run.name=real {REAL}",
+            (learns, "real"),
+            (quiet,),
+            (says, "experts hopper|experts triton"),
         ),
-        Chain(
-            "estimate",
-            (
-                Step(
-                    "python scripts/estimate.py configs/tessera_1b_a200m.yaml --gpus 1 "
-                    "--gpu-memory 80",
-                    checks=(says("fits"),),
-                ),
-            ),
+        cuda=True,
+    ),
+    Chain(
+        "one process of torchrun",
+        Step(f"{QUICKSTART} {ENGINE} run.name=alone", (learns, "alone")),
+        Step(
+            f"{TORCHRUN_ONE} {ENGINE} run.name=fsdp2 parallel.engine=fsdp2",
+            (near_losses, "fsdp2", "alone", 2e-2),
         ),
-        Chain(  # exit code 1 if the peak is not the estimated one
-            "memory",
-            (
-                Step(f"{MEASURE} configs/tessera_1b_a200m.yaml train.global_batch_size=16"),
-                Step(
-                    f"{MEASURE} configs/olmoe_1b_7b.yaml {NARROW} train.micro_batch_size=8 "
-                    "train.global_batch_size=8"
-                ),
-                Step(
-                    f"{MEASURE} configs/qwen3_30b_a3b.yaml {NARROW} train.micro_batch_size=4 "
-                    "train.global_batch_size=4 model.num_hidden_layers=8"
-                ),
-            ),
-            cuda=True,
-            gib=130,  # 80, beside the other chains
+        Step(
+            f"bash scripts/launch/one_host.sh configs/quickstart.yaml {ENGINE} run.name=host",
+            (near_losses, "host", "alone", 2e-2),
         ),
-    ]
-
-
-def stopped_between(lab: Lab, output: str) -> None:
-    """The run was stopped before its end and resumed, so it has two attempts."""
-    from training.report.run_log import read_lines
-
-    attempts = {line["attempt"] for line in read_lines(lab.folder / "runs/stopped/metrics.jsonl")}
-    if attempts != {0, 1}:
-        raise Failed(f"runs/stopped has attempts {sorted(attempts)}, expected 0 and 1")
+        cuda=True,
+    ),
+    Chain(
+        "deepspeed",  # its own chain: it may be missing
+        Step(
+            f"{TORCHRUN_ONE} {ENGINE} run.name=deepspeed parallel.engine=deepspeed",
+            (learns, "deepspeed"),
+        ),
+        cuda=True,
+        package="deepspeed",
+    ),
+    Chain(
+        "CUDA graph",
+        Step(f"{QUICKSTART} {GRAPH} run.name=launched", (learns, "launched")),
+        Step(
+            f"{QUICKSTART} {GRAPH} run.name=captured train.cuda_graph=true",
+            (same_losses, "launched", "captured"),
+        ),
+        cuda=True,
+    ),
+    Chain(
+        "dense model",
+        Step(f"{QUICKSTART} {DENSE} train.steps=20 run.name=dense {EVERY_5}", (learns, "dense")),
+        Step("python scripts/export_hf.py runs/dense dense/ --check"),
+    ),
+    Chain(
+        "four processes",
+        Step(
+            "torchrun --standalone --nproc-per-node=4 train.py configs/quickstart.yaml "
+            f"train.steps=50 {FOUR} run.name=four {ON_CPU} train.steps=10 {EVERY_5}",
+            (learns, "four"),
+        ),
+        Step(f"python scripts/verify.py configs/quickstart.yaml --nproc 4 {FOUR} {ON_CPU}"),
+    ),
+    Chain(
+        "two processes",
+        Step(
+            f"env GPUS=2 bash scripts/launch/one_host.sh configs/quickstart.yaml {FOUR} "
+            f"run.device=cpu train.steps=50 run.name=two train.steps=10 {EVERY_5} "
+            "train.compile=false",
+            (learns, "two"),
+        ),
+    ),
+    Chain(
+        "own text",
+        Step(
+            f"{QUICKSTART} run.name=mine 'data.sources=[{{path: my_texts/}}]' "
+            f"data.tokenizer=null train.steps=10 {EVERY_5}",
+            (learns, "mine"),
+            (says, "files? taken"),
+        ),
+    ),
+    Chain(
+        "estimate",
+        Step(
+            "python scripts/estimate.py configs/tessera_1b_a200m.yaml --gpus 1 --gpu-memory 80",
+            (says, "fits"),
+        ),
+    ),
+)
 
 
 # ---- running them ------------------------------------------------------------------------------
@@ -418,8 +374,8 @@ def run_step(step: Step, lab: Lab, values: dict[str, str], log: Path) -> None:
     if process.returncode != step.code:
         last = " / ".join(line.strip() for line in output.splitlines()[-3:])
         raise Failed(f"exit code {process.returncode} instead of {step.code}: {last[-400:]}")
-    for check in step.checks:
-        check(lab, output)
+    for check, *given in step.checks:
+        check(lab, output, *given)
 
 
 def run_chain(chain: Chain, lab: Lab, values: dict[str, str]) -> str | None:
@@ -445,8 +401,6 @@ def possible(chain: Chain, cuda: bool) -> str | None:
     if chain.cuda and not cuda:
         return "needs a CUDA device"
     if chain.gib:
-        import torch
-
         if torch.cuda.get_device_properties(0).total_memory < chain.gib * 2**30:
             return f"needs a GPU with {chain.gib:g} GiB"
     if chain.package is not None and find_spec(chain.package) is None:
@@ -471,20 +425,15 @@ def make_lab(folder: Path) -> Lab:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="smoke_gpu.sh", description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--list", action="store_true", help="print the commands and end")
     parser.add_argument("--only", default="", help="regular expression of chains to run")
-    parser.add_argument("--keep", type=Path, help="folder for runs and logs; must not exist")
+    parser.add_argument("--keep", type=user_path, help="folder for runs and logs; must not exist")
     options = parser.parse_args(arguments)
-
-    import torch
-
-    from training.config.build import git_commit
-
     cuda = torch.cuda.is_available()
-    chosen = [chain for chain in chains() if re.search(options.only, chain.name)]
+    chosen = [chain for chain in CHAINS if re.search(options.only, chain.name)]
     if not chosen:
-        parser.error(f"--only={options.only!r} matches none of {[c.name for c in chains()]}")
+        parser.error(f"--only={options.only!r} matches none of {[c.name for c in CHAINS]}")
     if options.list:
         for chain in chosen:
             print(f"# {chain.name}", *(step.command for step in chain.steps), sep="\n")
@@ -492,14 +441,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left_out = {chain.name: why for chain in chosen if (why := possible(chain, cuda)) is not None}
     running = [chain for chain in chosen if chain.name not in left_out]
 
-    keep = options.keep is not None
-    folder = (
-        options.keep.expanduser().resolve() if keep else Path(tempfile.mkdtemp(prefix="smoke-"))
-    )
-    if keep:
-        if folder.exists():
-            parser.error(f"--keep={options.keep} exists")
-        folder.mkdir(parents=True)
+    if options.keep is not None and options.keep.exists():
+        parser.error(f"--keep={options.keep} exists")
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="smoke-"))
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     lab, values = make_lab(folder), {"python_sources": python_sources()}
     # On a GPU chains mostly wait for compilers and the device; a CPU is busy with one.
@@ -509,12 +455,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems = [problem for problem in done if problem is not None]
     for name, why in left_out.items():
         print(f"left out: {name} ({why})")
-    if not keep and not problems:
+    if options.keep is None and not problems:
         shutil.rmtree(folder)
     elif problems:
         print(f"logs: {folder / 'logs'}")
-
-    import importlib.metadata
 
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from training.report.record import Record, read_run
 
 if TYPE_CHECKING:
-    from sweep import SweepFile
+    from scripts.sweep import SweepFile
 
 # 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom; the last one serves for more,
 # which widens the interval a little.

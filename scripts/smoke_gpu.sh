@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The README's commands on this machine's GPU, each in a process of its own, in about six minutes.
+# The README's commands on this machine's GPU, each in a process of its own, in about four minutes.
 #
 #   bash scripts/smoke_gpu.sh [--help] [--list] [--only REGEX] [--keep FOLDER]
 #

@@ -12,7 +12,7 @@ start from the same weights and read the same rows in the same order, so that di
 within a seed. Runs that several files have in common are trained once.
 
 Written to OUT: NAME.md (the table: mean ± standard error, and the paired difference from the
-control), NAME.json, NAME.png. The same command again trains only what is missing and goes on with
+control), NAME.json, NAME.png. The same command again trains only what is missing and resumes
 what was stopped. `--also FOLDER` counts the finished runs of another OUT, made by the same code
 elsewhere; with `--time-limit 0` nothing is trained and the tables are of what there is. Exit codes:
 0 done, 1 a run failed, 2 a mistake in a file, 75 stopped.
@@ -21,42 +21,39 @@ elsewhere; with `--time-limit 0` nothing is trained and the tables are of what t
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Annotated
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _sweep_report import RunValues, read_values, write_report
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from moe.settings import Settings
+from scripts._command import bounded, command, make_parser
+from scripts._sweep_report import RunValues, read_values, write_report
 from training.config.build import Config, load_config
-from training.config.load import ConfigError, expand_home, fail, read_yaml, user_path
-from training.report.run_log import EVENTS, METRICS, human_time, read_lines
+from training.config.load import ConfigError, expand_home, first_line, read_yaml, user_path
+from training.estimate.flops import run_flops
+from training.report.run_log import EVENTS, human_time, read_lines, read_metrics
 
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 STOPPED = 75
 
 
-class SweepFile(BaseModel):
+class SweepFile(Settings):
     """What a sweep file says."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     title: str
     base: str
@@ -64,14 +61,10 @@ class SweepFile(BaseModel):
     settings: list[str] = Field(default_factory=list)
     """Words for all arms."""
     control: str
-    arms: Annotated[dict[str, list[str]], Field(min_length=2)]
+    arms: dict[str, list[str]] = Field(min_length=2)
     """Name → words that make the arm differ."""
-    seeds: Annotated[list[int], Field(min_length=1)] = [0, 1, 2]
-    metrics: Annotated[list[str], Field(min_length=1)] = [
-        "val_loss",
-        "max_violation",
-        "dead_experts",
-    ]
+    seeds: list[int] = Field([0, 1, 2], min_length=1)
+    metrics: list[str] = Field(["val_loss", "max_violation", "dead_experts"], min_length=1)
     """Columns of the table; the first one is plotted."""
     curve: str = "max_violation"
     """Metric whose course is plotted."""
@@ -88,7 +81,7 @@ class SweepFile(BaseModel):
         return self
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One training run; several arms may share it."""
 
@@ -116,10 +109,8 @@ def read_sweep(path: Path) -> SweepFile:
     try:
         return SweepFile.model_validate(read_yaml(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{path}: {place + ': ' if place else ''}{message}") from None
+        keys = {"": list(SweepFile.model_fields)}
+        raise ConfigError(f"{path}: {first_line(error, keys)}") from None
 
 
 def plan_runs(
@@ -158,7 +149,6 @@ def equal_steps(path: Path, sweep: SweepFile, words: Sequence[str]) -> dict[str,
     found: dict[str, int] = {}
     if not sweep.equal_flops:
         return found
-    from training.estimate.flops import run_flops
 
     def config_of(arm: str) -> Config:
         every = [*sweep.settings, *sweep.arms[arm], *words]
@@ -195,54 +185,6 @@ def place_run(run: Run, folder: Path, others: Sequence[Path] = ()) -> None:
 # --- training -----------------------------------------------------------------------------------
 
 
-def work(connection: Connection, threads: int) -> None:
-    """A worker process: trains the runs it is sent, one after the other, and answers with exit
-    codes. One process for many runs, as importing and starting CUDA take longer than some runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides, and sends SIGTERM
-    import torch
-
-    import train
-
-    torch.set_num_threads(threads)
-    while (task := connection.recv()) is not None:
-        arguments, log = task
-        with (
-            open(log, "a", encoding="utf-8") as file,
-            contextlib.redirect_stdout(file),
-            contextlib.redirect_stderr(file),
-        ):
-            code = train.main(arguments)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        connection.send(code)
-
-
-@dataclass
-class Worker:
-    """A worker process, and what it is training since when."""
-
-    process: multiprocessing.Process
-    connection: Connection
-    run: Run | None = None
-    since: float = 0.0
-
-
-def start_workers(count: int) -> list[Worker]:
-    """Fresh processes; forked ones could not use CUDA."""
-    context = multiprocessing.get_context("spawn")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = []
-    for _ in range(count):
-        ours, theirs = context.Pipe()
-        threads = max(1, cores // count)
-        process = context.Process(target=work, args=(theirs, threads), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append(Worker(process, ours))
-    return workers
-
-
 def train_all(runs: list[Run], jobs: int, end: float, keep: bool) -> bool:
     """Train what is not done, `jobs` at a time; whether everything was started and ended by itself.
 
@@ -261,74 +203,60 @@ def train_all(runs: list[Run], jobs: int, end: float, keep: bool) -> bool:
         number: signal.signal(number, lambda number, _: asked.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    workers = start_workers(min(jobs, total))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(1, cores // min(jobs, total))
     first: Run | None = waiting[0]
+    working: dict[Run, tuple[subprocess.Popen, float]] = {}
     stopping = False
     try:
-        while True:
+        while working or (waiting and not stopping):
             if (asked or time.monotonic() > end) and not stopping:
                 stopping = True
-                for worker in workers:
-                    if worker.run is not None:
-                        worker.process.terminate()  # saves, and answers 75
-            if first is not None and (first.folder / METRICS).is_file():
-                first = None if (first.folder / METRICS).stat().st_size else first
-            for worker in workers:
-                if worker.run is None and waiting and not stopping and worker.process.is_alive():
-                    if first is None or waiting[0] is first:
-                        _send(worker, waiting.popleft())
-            busy = [worker for worker in workers if worker.run is not None]
-            if not busy:
-                break
-            ready = wait(
-                [w.connection for w in busy] + [w.process.sentinel for w in busy], timeout=0.5
-            )
-            for worker in busy:
-                if worker.connection not in ready and worker.process.sentinel not in ready:
+                for process, _ in working.values():
+                    process.terminate()  # saves, and ends with 75
+            if first is not None and (first.done or read_metrics(first.folder)):
+                first = None
+            while waiting and not stopping and len(working) < (jobs if first is None else 1):
+                run = waiting.popleft()
+                working[run] = start(run, threads), time.monotonic()
+            for run, (process, since) in list(working.items()):
+                if process.poll() is None:
                     continue
-                run, worker.run = worker.run, None
+                del working[run]
                 first = None if run is first else first
-                if _ended(worker, run, keep, stopping):
+                if process.returncode == 0:
                     finished += 1
-                    _tell(run, finished, total, time.monotonic() - worker.since)
+                    _tell(run, finished, total, time.monotonic() - since)
+                    if not keep:
+                        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+                elif process.returncode not in (STOPPED, *[-signal.SIGTERM] * stopping):
+                    lines = (run.folder / LOG).read_text(encoding="utf-8").strip().splitlines()
+                    run.error = lines[-1] if lines else f"exit code {process.returncode}"
+                    print(f"FAILED {run.folder.name}: {run.error}", flush=True)
+            time.sleep(0.2)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for worker in workers:
-            with contextlib.suppress(OSError):
-                worker.connection.send(None)
-            worker.process.join(10)
-            worker.process.kill()
+        for process, _ in working.values():
+            process.kill()
     return not stopping
 
 
-def _send(worker: Worker, run: Run) -> None:
+LOG = "output.log"
+
+
+def start(run: Run, threads: int) -> subprocess.Popen:
+    """Begin to train a run, in a process of its own."""
     run.folder.mkdir(parents=True, exist_ok=True)
     place = [f"run.dir={run.folder.parent}", f"run.name={run.folder.name}"]
-    worker.run, worker.since = run, time.monotonic()
-    worker.connection.send(([str(run.base), *run.words, *place], str(run.folder / "output.log")))
-
-
-def _ended(worker: Worker, run: Run, keep: bool, stopping: bool) -> bool:
-    """Take a worker's answer; whether the run is done."""
-    try:
-        code = worker.connection.recv()
-    except (EOFError, OSError):
-        worker.process.join()
-        code = None
-        if stopping and worker.process.exitcode == -signal.SIGTERM:
-            return False  # asked to stop before the run had begun: nothing to save
-        run.error = f"its process ended with exit code {worker.process.exitcode}"
-    if code == 0:
-        if not keep:
-            shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
-        return True
-    if code not in (None, STOPPED):
-        lines = (run.folder / "output.log").read_text(encoding="utf-8").strip().splitlines()
-        run.error = lines[-1] if lines else f"exit code {code}"
-    if run.error is not None:
-        print(f"FAILED {run.folder.name}: {run.error}", flush=True)
-    return False
+    with open(run.folder / LOG, "a", encoding="utf-8") as log:
+        return subprocess.Popen(
+            [sys.executable, "-u", str(TRAIN), str(run.base), *run.words, *place],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            start_new_session=True,  # Ctrl+C is for this process, which then sends SIGTERM
+        )
 
 
 def _tell(run: Run, finished: int, total: int, seconds: float) -> None:
@@ -346,31 +274,18 @@ def _tell(run: Run, finished: int, total: int, seconds: float) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("inputs", type=expand_home, nargs="+", metavar="FILE | section.key=value")
-    parser.add_argument(
-        "--out", type=user_path, default=Path("runs/sweeps"), help="default runs/sweeps"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
-    parser.add_argument(
-        "--seeds", metavar="N | A-B", help="use seeds 0 to N - 1, or A to B, instead of the file's"
-    )
-    parser.add_argument(
-        "--also",
-        type=user_path,
-        action="append",
-        default=[],
-        metavar="FOLDER",
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("inputs", type=expand_home, nargs="+", metavar="FILE | section.key=value")
+    add("--out", type=user_path, default=Path("runs/sweeps"), help="default runs/sweeps")
+    add("--jobs", type=bounded(least=1), default=1, help="runs to train at a time (default 1)")
+    add("--seeds", metavar="N | A-B", help="seeds 0 to N - 1, or A to B, instead of the file's")
+    add(
+        "--also", type=user_path, action="append", default=[], metavar="FOLDER",
         help="an OUT of another command whose finished runs count too; may be repeated",
-    )
-    parser.add_argument(
-        "--time-limit", type=float, metavar="S", help="stop what is left after S seconds"
-    )
-    parser.add_argument(
-        "--keep-checkpoints", action="store_true", help="do not delete those of finished runs"
-    )
+    )  # fmt: skip
+    add("--time-limit", type=float, default=math.inf, metavar="S", help="stop after S seconds")
+    add("--keep-checkpoints", action="store_true", help="keep those of finished runs")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -389,30 +304,25 @@ def read_seeds(word: str) -> range:
     raise ConfigError(f"--seeds={word} must be a number N of at least 1, or A-B with A <= B")
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    limit = math.inf if options.time_limit is None else options.time_limit
-    end = time.monotonic() + limit
+    end = time.monotonic() + options.time_limit
     words = [word for word in options.inputs if "=" in word]
     files = [Path(word) for word in options.inputs if "=" not in word]
+    given = None if options.seeds is None else read_seeds(options.seeds)
+    for folder in options.also:
+        if not (folder / "runs").is_dir():
+            raise ConfigError(f"--also {folder} holds no folder runs")
+    if not files:
+        raise ConfigError("no sweep file given; configs/ablations holds some")
     sweeps: list[tuple[Path, SweepFile, list[Run]]] = []
-    try:
-        if options.jobs < 1:
-            raise ConfigError(f"--jobs={options.jobs} must be at least 1")
-        given = None if options.seeds is None else read_seeds(options.seeds)
-        for folder in options.also:
-            if not (folder / "runs").is_dir():
-                raise ConfigError(f"--also {folder} holds no folder runs")
-        if not files:
-            raise ConfigError("no sweep file given; configs/ablations holds some")
-        for path in files:
-            sweep = read_sweep(path)
-            seeds = sweep.seeds if given is None else given
-            sweeps.append((path, sweep, plan_runs(path, sweep, words, seeds)))
-        out = options.out.resolve()
-        (out / "runs").mkdir(parents=True, exist_ok=True)
-    except (ConfigError, OSError) as error:
-        fail(error)
+    for path in files:
+        sweep = read_sweep(path)
+        seeds = sweep.seeds if given is None else given
+        sweeps.append((path, sweep, plan_runs(path, sweep, words, seeds)))
+    out = options.out.resolve()
+    (out / "runs").mkdir(parents=True, exist_ok=True)
 
     unique: dict[str, Run] = {}
     for _, _, runs in sweeps:
@@ -426,9 +336,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(ordered)} runs, {missing} to train, {options.jobs} at a time; folder {out}")
     whole = train_all(ordered, options.jobs, end, options.keep_checkpoints)
 
-    command = "python scripts/sweep.py " + " ".join(
-        sys.argv[1:] if arguments is None else arguments
-    )
+    given_words = sys.argv[1:] if arguments is None else arguments
+    typed = "python scripts/sweep.py " + " ".join(given_words)
     for path, sweep, runs in sweeps:
         values = [
             RunValues(run.arm, run.seed, unique[run.key].folder)
@@ -436,7 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
             if unique[run.key].done
         ]
         steps = {run.arm: run.config.train.steps for run in runs}
-        print(write_report(out / path.stem, sweep, values, command, steps))
+        print(write_report(out / path.stem, sweep, values, typed, steps))
     if any(run.error for run in ordered):
         return 1
     return 0 if whole else STOPPED

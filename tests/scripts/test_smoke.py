@@ -41,7 +41,7 @@ NEEDS_MORE = ("scripts/launch/hosts.sh", "scripts/launch/slurm.sh", "sbatch")
     ("page", "heading"), [("README.md", "Use it"), ("docs/parallel.md", "Starting it")]
 )
 def test_a1_smoke_runs_every_command_of_the_page(smoke, page, heading):
-    steps = [step for chain in smoke.chains() for step in chain.steps]
+    steps = [step for chain in smoke.CHAINS for step in chain.steps]
     run = [step.command.removeprefix("env ") for step in steps]
     told = [command for command in commands(page, heading) if not command.startswith(NEEDS_MORE)]
     assert told
@@ -64,42 +64,44 @@ def test_every_check_of_losses_can_fail(smoke, lab):
     write("same", [5.0, 4.0])
     write("near", [5.0, 4.0000001])
     write("up", [4.0, 5.0])
-    for check in (
-        smoke.learns("one"),
-        smoke.same_losses("one", "same"),
-        smoke.near_losses("one", "near", 1e-6),
-        smoke.begins_where("one", "up"),
+    for check, *given in (
+        (smoke.learns, "one"),
+        (smoke.same_losses, "one", "same"),
+        (smoke.near_losses, "one", "near", 1e-6),
+        (smoke.begins_where, "one", "up"),
+        (smoke.says, "other"),
     ):
-        check(lab, "")
-    for check in (
-        smoke.learns("up"),
-        smoke.learns("missing"),
-        smoke.same_losses("one", "near"),
-        smoke.same_losses("missing", "missing"),
-        smoke.near_losses("one", "up", 1e-2),
-        smoke.begins_where("one", "same"),
-        smoke.stopped_between,
-        smoke.leaves("runs/one/metrics.jsonl", 10_000),
-        smoke.says("word"),
+        check(lab, "another", *given)
+    for check, *given in (
+        (smoke.learns, "up"),
+        (smoke.learns, "missing"),
+        (smoke.same_losses, "one", "near"),
+        (smoke.same_losses, "missing", "missing"),
+        (smoke.near_losses, "one", "up", 1e-2),
+        (smoke.begins_where, "one", "same"),
+        (smoke.stopped_between, "stopped"),
+        (smoke.stopped_between, "one"),
+        (smoke.leaves, "runs/one/metrics.jsonl", 10_000),
+        (smoke.says, "word"),
     ):
         with pytest.raises((smoke.Failed, OSError)):
-            check(lab, "another")
+            check(lab, "another", *given)
     with pytest.raises(smoke.Failed, match="UserWarning"):
         smoke.quiet(lab, "x.py:1: UserWarning: told by a library")
     smoke.quiet(lab, "step 1 loss 2.0")
 
 
 def test_a_step_fails_by_its_exit_code_its_check_and_is_told_with_its_last_lines(smoke, lab):
-    def run(**settings):
-        step = smoke.Step(**settings)
+    def run(command, *checks, **settings):
+        step = smoke.Step(command, *checks, **settings)
         smoke.run_step(step, lab, {}, lab.folder / "logs" / "x.log")
 
-    run(command="python -c 'print(1)'", checks=(smoke.says("1"),))
-    run(command="python -c 'raise SystemExit(75)'", code=75)
+    run("python -c 'print(1)'", (smoke.says, "1"))
+    run("python -c 'raise SystemExit(75)'", code=75)
     with pytest.raises(smoke.Failed, match="exit code 3 instead of 0: last words"):
-        run(command="""python -c 'print("last words"); raise SystemExit(3)'""")
+        run("""python -c 'print("last words"); raise SystemExit(3)'""")
     with pytest.raises(smoke.Failed, match="nothing in the output"):
-        run(command="python -c 'print(2)'", checks=(smoke.says("1"),))
+        run("python -c 'print(2)'", (smoke.says, "1"))
     writer = (
         "import json, time; from pathlib import Path; f = Path('runs/late'); f.mkdir(parents=True);"
         "(f / 'metrics.jsonl').write_text(json.dumps("
@@ -113,9 +115,9 @@ def test_a_step_fails_by_its_exit_code_its_check_and_is_told_with_its_last_lines
 
 
 def test_what_a_machine_cannot_run_is_named(smoke, monkeypatch):
-    left_out = [chain.name for chain in smoke.chains() if smoke.possible(chain, cuda=False)]
+    left_out = [chain.name for chain in smoke.CHAINS if smoke.possible(chain, cuda=False)]
     assert "CUDA graph" in left_out and "use it" not in left_out
-    (memory,) = [chain for chain in smoke.chains() if chain.name == "memory"]
+    (memory,) = [chain for chain in smoke.CHAINS if chain.name == "memory"]
     for gib, why in ((80, "needs a GPU with 130 GiB"), (139.8, None)):
         card = SimpleNamespace(total_memory=gib * 2**30)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, card=card: card)
@@ -124,7 +126,7 @@ def test_what_a_machine_cannot_run_is_named(smoke, monkeypatch):
 
 def test_a5_smoke_compares_measured_peaks_of_three_configs(smoke, script):
     """Each command is one that --measure takes, and its exit code counts."""
-    (memory,) = [chain for chain in smoke.chains() if chain.name == "memory"]
+    (memory,) = [chain for chain in smoke.CHAINS if chain.name == "memory"]
     estimate, names = script("estimate"), []
     for step in memory.steps:
         options = estimate.parse(smoke.words(step.command, {})[2:])

@@ -2,13 +2,13 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from scripts import _sweep_report as report
 from tests.training.test_record import make_run
 from tests.training.tiny import write_inputs
 from training.config.load import ConfigError
@@ -19,22 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def sweep():
-    # under the name by which its worker processes import it
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import sweep
-
-    return sweep
+def sweep(script):
+    return script("sweep")
 
 
-@pytest.fixture(scope="module")
-def report(sweep):
-    import _sweep_report
-
-    return _sweep_report
-
-
-def test_differences_are_paired(report):
+def test_differences_are_paired():
     values = {
         "a": {0: {"loss": 1.0}, 1: {"loss": 5.0}, 2: {"loss": 9.0}},
         "b": {0: {"loss": 1.5}, 1: {"loss": 5.7}, 2: {"loss": 9.6}, 3: {"loss": 99.0}},
@@ -51,7 +40,7 @@ def test_differences_are_paired(report):
     assert report.verdict(difference) == "higher"
 
 
-def test_small_differences_are_not_seen(report):
+def test_small_differences_are_not_seen():
     def told(*pairs):
         return report.verdict(report.Mean.of(pairs))
 
@@ -66,7 +55,7 @@ def test_small_differences_are_not_seen(report):
     ("change", "told"),
     [
         ({"control": "c"}, "control: 'c' is none of the arms"),
-        ({"arm": {}}, "arm"),
+        ({"arm": {}}, "unknown key arm; did you mean arms?"),
         ({"arms": {"weak": [], "b": ["optim.lr=fast"]}}, "arm 'b': optim.lr"),
         ({"arms": {"weak": [], "b": ["optim.rl=1"]}}, "arm 'b': unknown key optim.rl"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml"),
@@ -227,7 +216,7 @@ def test_an_unreadable_file_is_an_error(sweep, tmp_path):
         sweep.read_sweep(tmp_path / "none.yaml")
 
 
-def test_e23_no_two_arms_look_alike(report, tmp_path, monkeypatch):
+def test_e23_no_two_arms_look_alike(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     drawn = []
