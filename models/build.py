@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +94,9 @@ def init_weights(model: Decoder, seed: int, first: FirstWeights = DEFAULT) -> No
     """Fill all parameters: matrices from N(0, std²) by `FirstWeights.std`, norms 1, biases 0."""
     for name, kind in parameter_kinds(model).items():
         parameter = model.get_parameter(name)
+        values = partial(initial_values, model.config, name, kind, parameter.shape, seed)
         if kind != "expert":
-            parameter.copy_(initial_values(model.config, name, parameter.shape, seed, first=first))
+            parameter.copy_(values(first=first))
             continue
         widths = model.get_submodule(name.rpartition(".")[0]).config.widths
         if widths is not None:
@@ -104,8 +105,7 @@ def init_weights(model: Decoder, seed: int, first: FirstWeights = DEFAULT) -> No
             continue
         for start in range(0, len(parameter), _threads()):  # not all: they are large together
             some = range(start, min(start + _threads(), len(parameter)))
-            values = initial_values(model.config, name, parameter.shape, seed, some, first)
-            parameter[start : some.stop].copy_(values)
+            parameter[start : some.stop].copy_(values(some, first))
 
 
 def _init_mixed(std: float, name: str, parameter: Tensor, widths: Widths, seed: int) -> None:
@@ -124,14 +124,14 @@ def _init_mixed(std: float, name: str, parameter: Tensor, widths: Widths, seed: 
 def initial_values(
     config: ModelConfig,
     name: str,
+    kind: Kind,
     shape: Sequence[int],
     seed: int,
     experts: range | None = None,
     first: FirstWeights = DEFAULT,
 ) -> Tensor:
-    """Initial fp32 values of the parameter `name` of that shape on the CPU, or of some of its
-    experts, stacked."""
-    kind = _kind(name)
+    """Initial fp32 values of the parameter `name` of that kind and shape on the CPU, or of some of
+    its experts, stacked."""
     if kind == "norm":
         return torch.ones(shape)
     if kind == "bias":
@@ -162,30 +162,22 @@ def draw(std: float, name: str, shape: torch.Size, seed: int, expert: int | None
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
-    """What each parameter is, by its name: for optimizer groups, initial values and reports.
+    """What each parameter is: for optimizer groups, initial values and reports.
 
-    A tied output matrix appears once, as the embedding. ValueError for a name of no known kind, so
-    that a new parameter cannot end up in a group by accident.
+    A module says it of its parameters and of those inside it (`parameter_kind`), unless these say
+    something else themselves; a `bias` is a bias. A tied output matrix appears once, as the
+    embedding. ValueError for a parameter of no known kind, so that a new one cannot end up in a
+    group by accident.
     """
-    return {name: _kind(name) for name, _ in model.named_parameters()}
-
-
-def _kind(name: str) -> Kind:
-    parts = name.split(".")
-    if parts[-1] == "bias":
-        return "bias"
-    if any(part == "norm" or part.endswith("_norm") for part in parts):
-        return "norm"
-    for part, kind in (
-        ("embed", "embedding"),
-        ("head", "head"),
-        ("router", "router"),
-        ("shared", "mlp"),
-        ("mlp", "mlp"),
-        ("w1", "expert"),
-        ("w2", "expert"),
-        ("attn", "attention"),
-    ):
-        if part in parts:
-            return kind
-    raise ValueError(f"parameter {name} is of no known kind")
+    of_module: dict[str, Kind | None] = {}
+    for path, module in model.named_modules():
+        inherited = of_module[path.rpartition(".")[0]] if path else None
+        of_module[path] = getattr(module, "parameter_kind", inherited)
+    kinds: dict[str, Kind] = {}
+    for name, _ in model.named_parameters():
+        path, _, last = name.rpartition(".")
+        kind = "bias" if last == "bias" else of_module[path]
+        if kind not in get_args(Kind):
+            raise ValueError(f"parameter {name} is of no known kind")
+        kinds[name] = kind
+    return kinds

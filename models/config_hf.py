@@ -1,36 +1,20 @@
-"""Translation between `ModelConfig` and a Hugging Face config.json.
+"""Reading a Hugging Face config.json.
 
-Reading takes 4.x files (rope_theta, rope_scaling, num_experts) and 5.x files (rope_parameters,
-num_local_experts). Writing gives both spellings, as 4.57 silently ignores the RoPE base of a file
-that has only `rope_parameters`, and other engines still look for the old keys.
+Both 4.x files (rope_theta, rope_scaling, num_experts) and 5.x files (rope_parameters,
+num_local_experts) are read. `ModelConfig.to_hf` writes one.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
-from models.config import (
-    _HF_TOKEN_IDS,
-    _OWN,
-    FAMILY_DEFAULTS,
-    UNTIED,
-    Family,
-    _normal_rope_scaling,
-    end_tokens,
-    read_config_json,
-)
+from models.config import FAMILIES, ModelConfig
 from models.errors import UserError
+from models.rope import normal_rope_scaling
 
-if TYPE_CHECKING:
-    from models.config import ModelConfig
-
-ARCHITECTURES = {
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-}
 # Names of one quantity over families and versions.
 _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
@@ -107,7 +91,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "qkv_bias": (False,),
     "use_qk_norm": (False,),
-    "norm_topk_prob": (True,),  # of mixtral, which always renormalises
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
     "first_k_dense_replace": (0,),
@@ -119,11 +102,63 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "topk_group": (1,),
     "routed_scaling_factor": (1, 1.0),
 }
-# A family that always norms queries and keys says so with true.
-_FAMILY_NEUTRAL: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("qwen3_moe", "use_qk_norm"): (True,),
-    ("olmoe", "use_qk_norm"): (True,),
-}
+
+# Where a folder keeps its config.json: a Hugging Face folder, a checkpoint, a checkpoints folder, a
+# run.
+_PLACES = (".", "model", "latest/model", "checkpoints/latest/model")
+
+
+def read_generation_config(source: dict[str, Any] | str | Path) -> dict[str, Any]:
+    """generation_config.json of a Hugging Face folder; empty without one."""
+    if isinstance(source, dict) or not (path := Path(source) / "generation_config.json").is_file():
+        return {}
+    return read_config_json(path)
+
+
+def end_tokens(source: dict[str, Any] | str | Path) -> Any:
+    """What generation stops at by a folder's generation_config.json; None where it says nothing."""
+    ends = read_generation_config(source).get("eos_token_id")
+    return ends[0] if isinstance(ends, list) and len(ends) == 1 else ends
+
+
+def read_config_json(source: dict[str, Any] | str | Path) -> dict[str, Any]:
+    """The JSON object in `source` (a dict is returned as it is).
+
+    ValueError when missing or no JSON object.
+    """
+    if isinstance(source, dict):
+        return source
+    path = Path(source)
+    if path.is_dir():
+        places = [path / place / "config.json" for place in _PLACES]
+        path = next((place for place in places if place.is_file()), places[0])
+    if not path.is_file():
+        hub = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not Path(source).exists():
+            hub = (
+                "; if that is a name on the Hugging Face hub, download it first: "
+                f"hf download {source} --local-dir FOLDER, and give FOLDER"
+            )
+        raise UserError(f"there is no file {path}{hub}")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds a {type(raw).__name__}, expected a JSON object")
+    return raw
+
+
+def config_from_hf(
+    source: dict[str, Any] | str | Path, *, ignore_keys: tuple[str, ...] = ()
+) -> ModelConfig:
+    """Read a Hugging Face config: a dict, a config.json, or a folder that holds one (a Hugging
+    Face folder, a checkpoint, or a run).
+
+    Every key must be understood, known to be bookkeeping, or named in `ignore_keys`; a feature
+    that this model does not compute is a UserError that names it.
+    """
+    return ModelConfig.of_user(fields_from_hf(source, ignore_keys))
 
 
 def fields_from_hf(
@@ -136,25 +171,23 @@ def fields_from_hf(
         UserError: naming what is not understood.
     """
     raw = read_config_json(source)
-    family = raw.get("model_type")
-    if family not in get_args(Family):  # which need not be text
-        raise UserError(
-            f"model_type={family!r} is not supported; allowed: {', '.join(get_args(Family))}"
-        )
-    own = FAMILY_DEFAULTS[family]
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(f"model_type={name!r} is not supported; allowed: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
     raw = {key: value for key, value in raw.items() if key not in ignore_keys}
-    _refuse_unsupported(raw, family)
+    _refuse_unsupported(raw, name, family)
 
-    fields: dict[str, Any] = {"family": family, **_HF_TOKEN_IDS.get(family, {})}
+    fields: dict[str, Any] = {"family": name, **family.hf_token_ids}
     unknown = []
     for key, value in raw.items():
         if key in _EXPERT_COUNT_KEYS or key in _ROPE_KEYS or key in _CHECKED:
             continue  # _one_of, _rope_fields and _refuse_unsupported read them
-        if key in own or key in _OWN:
+        if key in family.model_fields and key != "family":
             fields[key] = value
         elif key not in _BOOKKEEPING and not _changes_nothing(key, value, family):
             unknown.append(key)
-    if fields.get("tie_word_embeddings") is True and family in UNTIED:
+    if fields.get("tie_word_embeddings") is True and not family.can_tie:
         fields["tie_word_embeddings"] = False  # load_weights gives both matrices the same values
     if unknown:
         names = ", ".join(sorted(unknown))
@@ -163,22 +196,19 @@ def fields_from_hf(
             "the model computes, import it with scripts/import_hf.py FOLDER OUT --ignore-key KEY"
         )
     fields["num_experts"] = _one_of(raw, _EXPERT_COUNT_KEYS)
-    fields.update(_rope_fields(raw, family))
-    for key in ("initializer_range", "rms_norm_eps", "routed_scaling_factor", "clip_qkv"):
-        if isinstance(fields.get(key), int) and not isinstance(fields[key], bool):
-            fields[key] = float(fields[key])
+    fields.update(_rope_fields(raw, name, family))
     if (ends := end_tokens(source)) is not None:
         fields["eos_token_id"] = ends
     return fields
 
 
-def _changes_nothing(key: str, value: Any, family: str) -> bool:
+def _changes_nothing(key: str, value: Any, family: type[ModelConfig]) -> bool:
     """Whether a key that the family does not have says only that a feature is as the family has
     it.
     """
     if value is None:
         return True
-    allowed = _FAMILY_NEUTRAL.get((family, key), _NEUTRAL.get(key, ()))
+    allowed = family.hf_neutral.get(key, _NEUTRAL.get(key, ()))
     return any(type(value) is type(neutral) and value == neutral for neutral in allowed)
 
 
@@ -191,7 +221,7 @@ def _one_of(raw: dict[str, Any], keys: tuple[str, ...]) -> Any:
     return values[0] if values else None
 
 
-def _rope_fields(raw: dict[str, Any], family: str) -> dict[str, Any]:
+def _rope_fields(raw: dict[str, Any], name: str, family: type[ModelConfig]) -> dict[str, Any]:
     """rope_theta, rope_scaling and partial_rotary_factor from either style; both styles must
     agree.
     """
@@ -210,8 +240,8 @@ def _rope_fields(raw: dict[str, Any], family: str) -> dict[str, Any]:
         ("partial_rotary_factor", "rope_parameters.partial_rotary_factor"),
     )
     own = ("rope_theta", "partial_rotary_factor")
-    scaling_new = _normal_rope_scaling({k: v for k, v in new.items() if k not in own})
-    scaling_old = _normal_rope_scaling(raw.get("rope_scaling") or {})
+    scaling_new = normal_rope_scaling({k: v for k, v in new.items() if k not in own})
+    scaling_old = normal_rope_scaling(raw.get("rope_scaling") or {})
     if new and raw.get("rope_scaling") and scaling_new != scaling_old:
         raise UserError(
             f"config.json contradicts itself: rope_scaling={raw['rope_scaling']}, "
@@ -220,12 +250,10 @@ def _rope_fields(raw: dict[str, Any], family: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_scaling": scaling_new or scaling_old}
     if theta is not None:
         fields["rope_theta"] = float(theta)
-    if "partial_rotary_factor" in FAMILY_DEFAULTS[family]:
+    if "partial_rotary_factor" in family.model_fields:
         fields["partial_rotary_factor"] = None if share is None else float(share)
     elif share not in (None, 1.0):
-        raise UserError(
-            f"partial_rotary_factor={share} is not supported for {family}; allowed: 1.0"
-        )
+        raise UserError(f"partial_rotary_factor={share} is not supported for {name}; allowed: 1.0")
     return fields
 
 
@@ -248,16 +276,14 @@ _CHECKED = frozenset(
 )
 
 
-def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
+def _refuse_unsupported(raw: dict[str, Any], name: str, family: type[ModelConfig]) -> None:
     def refuse(key: str, allowed: str) -> None:
-        raise UserError(f"{key}={raw[key]!r} is not supported for {family}; allowed: {allowed}")
+        raise UserError(f"{key}={raw[key]!r} is not supported for {name}; allowed: {allowed}")
 
-    longest = raw.get("max_position_embeddings", FAMILY_DEFAULTS[family]["max_position_embeddings"])
+    longest = raw.get("max_position_embeddings", family.defaults["max_position_embeddings"])
     if raw.get("use_sliding_window"):
         refuse("use_sliding_window", "false")
-    # Qwen3 writes a sliding_window that only use_sliding_window turns on; the others use it when it
-    # is there.
-    if family != "qwen3_moe" and raw.get("sliding_window") is not None:
+    if not family.window_switch and raw.get("sliding_window") is not None:
         window = raw["sliding_window"]
         if not isinstance(window, int) or (isinstance(longest, int) and window < longest):
             refuse("sliding_window", f"null, or at least max_position_embeddings={longest}")
@@ -270,54 +296,7 @@ def _refuse_unsupported(raw: dict[str, Any], family: str) -> None:
     for key in ("quantization_config", "auto_map", "rope_interleave", "mlp_bias"):
         if raw.get(key):
             refuse(key, "none")
-    if raw.get("scoring_func") not in (None, "sigmoid" if family == "glm4_moe" else "softmax"):
+    if raw.get("scoring_func") not in (None, family.router_score):
         refuse("scoring_func", "the family's own")
-    if raw.get("topk_method") not in (None, "noaux_tc" if family == "glm4_moe" else "greedy"):
+    if raw.get("topk_method") not in (None, family.topk_method):
         refuse("topk_method", "the family's own")
-
-
-def fields_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The content of config.json; see `ModelConfig.to_hf`."""
-    family = config.family
-    out: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "torch_dtype": dtype,
-        "dtype": dtype,
-        "use_cache": True,
-        "attention_dropout": 0.0,
-        "output_router_logits": False,
-    }
-    skip = {"num_experts", "rope_scaling", "rope_theta", "partial_rotary_factor"}
-    if family == "olmoe":
-        skip.add("head_dim")  # no key of its family
-    if family == "mixtral":
-        skip.add("norm_topk_prob")
-    for key in FAMILY_DEFAULTS[family]:
-        if key not in skip:
-            out[key] = getattr(config, key)
-    out |= {key: getattr(config, key) for key in _OWN if getattr(config, key) is not None}
-
-    if family == "glm4_moe":
-        out["n_routed_experts"] = config.num_experts
-        out["num_nextn_predict_layers"] = 0
-    else:
-        out["num_local_experts"] = config.num_experts
-    if family in ("qwen3_moe", "olmoe"):
-        out["num_experts"] = config.num_experts
-    if family == "qwen3_moe":
-        out |= {"use_sliding_window": False, "sliding_window": None}
-        out["max_window_layers"] = config.num_hidden_layers
-    if family == "mixtral":
-        out |= {"sliding_window": None, "router_jitter_noise": 0.0}
-
-    rope = dict(config.rope_scaling or {"rope_type": "default"})
-    out["rope_scaling"] = (
-        None if config.rope_scaling is None else rope | {"type": rope["rope_type"]}
-    )
-    out["rope_theta"] = config.rope_theta
-    out["rope_parameters"] = rope | {"rope_theta": config.rope_theta}
-    if config.partial_rotary_factor is not None:
-        out["partial_rotary_factor"] = config.partial_rotary_factor
-        out["rope_parameters"]["partial_rotary_factor"] = config.partial_rotary_factor
-    return out

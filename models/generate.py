@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.attention import KVCache
 from models.errors import UserError
 from models.transformer import Decoder
 
@@ -101,7 +100,7 @@ def _generate(
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     capacity = max(lengths) + max_new_tokens
-    cache = KVCache(model.config, len(prompts), capacity, device, dtype)
+    cache = model.new_cache(len(prompts), capacity, device, dtype)
     generator = torch.Generator(device).manual_seed(sampling.seed)
     ended = [False] * len(prompts)
     training = model.training

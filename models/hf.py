@@ -26,9 +26,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.build import build_model
-from models.config import UNTIED, ModelConfig, read_config_json
+from models.config import ModelConfig
+from models.config_hf import config_from_hf, read_config_json
 from models.errors import UserError
-from models.hf_names import Entry, entries, fused_names
+from models.hf_names import Entry, entries, fused_names, layer_of
 from models.slots import without_free_slots
 from models.transformer import Decoder
 
@@ -95,7 +96,7 @@ def export_hf(
             on access: each is asked for once, one after the other).
         folder: where to; created. If it holds model files, they are named and refused.
         config: needed with a mapping.
-        dtype: float32, bfloat16 or float16, of every tensor but GLM's selection bias (fp32: an
+        dtype: float32, bfloat16 or float16, of every tensor but selection biases (fp32: an
             update of 0.001 would vanish in bf16).
         max_shard_size: bytes, or "5GB" / "500MB" (powers of ten, as transformers counts).
         tokenizer: written along; a `training.data.TextTokenizer`.
@@ -123,12 +124,12 @@ def export_hf(
     untie = config.tie_word_embeddings and not keep_tied
     if untie:
         config = config.model_copy(update={"tie_word_embeddings": False})
-    plan = entries(config)
+    shapes = _shapes(config)
+    plan = entries(config, shapes)
     head = {"head.weight": "embed.weight"} if untie else {}
     _check_sources(config, source, {head.get(entry.source, entry.source) for entry in plan})
 
     generation = _generation_config(config, generation)
-    shapes = _shapes(config)
     sizes = [
         torch.Size(entry.shape(shapes[entry.source])).numel() * _disk_dtype(entry, dtype).itemsize
         for entry in plan
@@ -186,7 +187,7 @@ def _check_sources(config: ModelConfig, source: Mapping[str, Tensor], wanted: se
 
 
 def _disk_dtype(entry: Entry, dtype: str) -> torch.dtype:
-    return torch.float32 if entry.name.endswith("e_score_correction_bias") else DTYPES[dtype]
+    return torch.float32 if entry.source.endswith(".selection_bias") else DTYPES[dtype]
 
 
 def _parse_size(size: int | str) -> int:
@@ -310,9 +311,9 @@ def load_hf(
     """The model in a Hugging Face folder. `build`: arguments of `build_model` (dtype, device,
     kernels...).
 
-    See `load_weights` for what is accepted and `ModelConfig.from_hf` for `ignore_keys`.
+    See `load_weights` for what is accepted and `config_from_hf` for `ignore_keys`.
     """
-    model = build_model(ModelConfig.from_hf(folder, ignore_keys=ignore_keys), seed=None, **build)
+    model = build_model(config_from_hf(folder, ignore_keys=ignore_keys), seed=None, **build)
     load_weights(model, folder, drop_mtp=drop_mtp)
     return model
 
@@ -349,17 +350,18 @@ class HfWeights:
         names = set(self._files)
         if drop_mtp:
             names = {name for name in names if not _is_mtp(name, config)}
-        fused = frozenset(layer for layer in config.moe_layers if names & set(fused_names(layer)))
-        plan = entries(config, fused)
+        fused = {i for i in config.moe_layers if names & set(fused_names(config, i))}
+        plan = entries(config, self._shapes, fused)
         unknown = names - {entry.name for entry in plan}
-        tied_copy = config.tie_word_embeddings and "lm_head.weight" in unknown
+        embedding, head = (f"{config.tensor_names[name]}.weight" for name in ("embed", "head"))
+        tied_copy = config.tie_word_embeddings and head in unknown
         if tied_copy:
-            unknown.discard("lm_head.weight")
+            unknown.discard(head)
         # The folder ties the output matrix, and the model holds a copy of its own.
-        untied = config.family in UNTIED and says_tied(folder)
-        if untied and "lm_head.weight" not in names:
-            source = next(entry for entry in plan if entry.name == "lm_head.weight")
-            plan[plan.index(source)] = replace(source, name="model.embed_tokens.weight")
+        untied = not config.can_tie and says_tied(folder)
+        if untied and head not in names:
+            source = next(entry for entry in plan if entry.name == head)
+            plan[plan.index(source)] = replace(source, name=embedding)
         missing = sorted({entry.name for entry in plan} - names)
         wrong = []
         for entry in plan:
@@ -385,12 +387,11 @@ class HfWeights:
         self._entries: dict[str, list[Entry]] = {}
         for entry in plan:
             self._entries.setdefault(entry.source, []).append(entry)
-        if tied_copy or (untied and "lm_head.weight" in names):
-            copy, kept = (self._tensor(n) for n in ("lm_head.weight", "model.embed_tokens.weight"))
+        if tied_copy or (untied and head in names):
+            copy, kept = self._tensor(head), self._tensor(embedding)
             if not torch.equal(copy.to(kept), kept):
                 raise UserError(
-                    f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from "
-                    "model.embed_tokens.weight"
+                    f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}"
                 )
 
     @property
@@ -436,8 +437,8 @@ def says_tied(folder: str | Path) -> bool:
 
 
 def _is_mtp(name: str, config: ModelConfig) -> bool:
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return match is not None and int(match[1]) >= config.num_hidden_layers
+    layer = layer_of(config, name)
+    return layer is not None and layer >= config.num_hidden_layers
 
 
 def tensor_files(folder: str | Path) -> dict[str, Path]:

@@ -1,9 +1,9 @@
-"""Where each parameter lies in a Hugging Face folder, for the four families.
+"""Where each parameter lies in a Hugging Face folder.
 
 transformers 4.57 to 5.x, vLLM, llama.cpp and SGLang read one tensor per expert and projection, and
-all versions write that by default; that is what is exported. Reading also takes the layout that
-transformers 5 holds in memory and writes with `save_original_format=False`: all experts of a layer
-in one tensor, all gate rows before all up rows.
+all versions write that by default; that is what is exported, under the family's names. Reading also
+takes the layout that transformers 5 holds in memory and writes with `save_original_format=False`:
+all experts of a layer in one tensor, all gate rows before all up rows.
 
 Here gate and up rows alternate (row 2j gate, 2j + 1 up), so that one matrix product gives both
 halves of a unit side by side. Experts of different widths lie behind one another
@@ -14,7 +14,7 @@ Shape letters: E experts, N expert width, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,76 +101,69 @@ class Entry:
         return tuple(shape)
 
 
-def entries(config: ModelConfig, fused_layers: frozenset[int] = frozenset()) -> list[Entry]:
-    """All tensors of a folder, in the order of the layers; a tied output matrix is not among them.
+def entries(
+    config: ModelConfig, tensors: Iterable[str], fused_layers: Collection[int] = ()
+) -> list[Entry]:
+    """All tensors of a folder, in the model's order.
 
-    `fused_layers`: layers whose experts lie in two tensors, in transformers' in-memory layout.
+    Args:
+        tensors: names of the parameters and buffers of a `Decoder`; a tied output matrix once.
+        fused_layers: layers whose experts lie in two tensors, in transformers' in-memory layout.
     """
-    out = [Entry("model.embed_tokens.weight", "embed.weight")]
-    for layer in range(config.num_hidden_layers):
-        out += _layer_entries(config, layer, layer in fused_layers)
-    out.append(Entry("model.norm.weight", "norm.weight"))
-    if not config.tie_word_embeddings:
-        out.append(Entry("lm_head.weight", "head.weight"))
+    out: list[Entry] = []
+    for source in tensors:
+        layer, name = None, source
+        if source.startswith("layers."):
+            _, number, name = source.split(".", 2)
+            layer = int(number)
+        fused = layer in fused_layers
+        names = config.fused_names if fused else config.tensor_names
+        prefix = "" if layer is None else config.layer_prefix.format(layer)
+        module, _, last = name.rpartition(".")
+        if name in ("moe.w1", "moe.w2"):
+            out += _expert_entries(config, source, layer, names[name], fused)
+        elif name in names:
+            out.append(Entry(prefix + names[name], source))
+        elif module in names:
+            out.append(Entry(f"{prefix}{names[module]}.{last}", source))
+        elif ".router." not in source:  # state of routers stays here
+            raise AssertionError(f"{config.family} has no name for {source} in a folder")
     return out
 
 
-def fused_names(layer: int) -> tuple[str, str]:
-    """Names of the two tensors that hold all experts of a layer (the same for all families)."""
-    prefix = f"model.layers.{layer}.mlp.experts."
-    return prefix + "gate_up_proj", prefix + "down_proj"
+def layer_of(config: ModelConfig, name: str) -> int | None:
+    """The layer that a tensor of a folder is of."""
+    before, _, after = config.layer_prefix.partition("{}")
+    number, found, _ = name.removeprefix(before).partition(after)
+    inside = name.startswith(before) and found and number.isdigit()
+    return int(number) if inside else None
 
 
-def _layer_entries(config: ModelConfig, layer: int, fused: bool) -> Iterator[Entry]:
-    theirs, ours = f"model.layers.{layer}.", f"layers.{layer}."
-    yield Entry(theirs + "input_layernorm.weight", ours + "attn_norm.weight")
-    for projection in "qkvo":
-        name = f"{theirs}self_attn.{projection}_proj."
-        yield Entry(name + "weight", f"{ours}attn.{projection}.weight")
-        if config.output_bias if projection == "o" else config.attention_bias:
-            yield Entry(name + "bias", f"{ours}attn.{projection}.bias")
-    if config.qk_norm != "none":
-        for norm in ("q_norm", "k_norm"):
-            yield Entry(f"{theirs}self_attn.{norm}.weight", f"{ours}attn.{norm}.weight")
-    yield Entry(theirs + "post_attention_layernorm.weight", ours + "mlp_norm.weight")
+def fused_names(config: ModelConfig, layer: int) -> tuple[str, str]:
+    """Names of the two tensors that hold all experts of a layer."""
+    prefix = config.layer_prefix.format(layer)
+    return prefix + config.fused_names["moe.w1"], prefix + config.fused_names["moe.w2"]
 
-    projections = ("gate_proj", "up_proj", "down_proj")
-    if not config.is_moe_layer(layer):
-        for name in projections:
-            yield Entry(f"{theirs}mlp.{name}.weight", f"{ours}mlp.{name}.weight")
-        return
-    mixtral = config.family == "mixtral" and not fused
-    moe = theirs + ("block_sparse_moe." if mixtral else "mlp.")
-    yield Entry(moe + "gate.weight", ours + "moe.router.weight")
-    if config.family == "glm4_moe":
-        bias = ours + "moe.router.selection_bias"
-        yield Entry(moe + "gate.e_score_correction_bias", bias)
-        for name in projections:
-            yield Entry(f"{moe}shared_experts.{name}.weight", f"{ours}moe.shared.{name}.weight")
-    widths = config.expert_widths(layer)
-    if fused and widths is not None:
-        raise UserError(
-            f"{fused_names(layer)[0]}: experts of different widths (moe_expert_widths) are read "
-            "from one tensor for each expert only"
-        )
+
+def _expert_entries(
+    config: ModelConfig, source: str, layer: int, names: str | tuple[str, str], fused: bool
+) -> Iterator[Entry]:
+    """Of w1 or w2 of a layer."""
+    prefix, widths = config.layer_prefix.format(layer), config.expert_widths(layer)
     if fused:
-        gate_up, down = fused_names(layer)
-        yield Entry(gate_up, ours + "moe.w1", part="halves")
-        yield Entry(down, ours + "moe.w2")
+        if widths is not None:
+            raise UserError(
+                f"{prefix}{names}: experts of different widths (moe_expert_widths) are read from "
+                "one tensor for each expert only"
+            )
+        yield Entry(prefix + names, source, part="halves" if source.endswith("w1") else "all")
         return
-    gate, up, down = ("w1", "w3", "w2") if mixtral else projections
-
-    def place(expert: int, rows: int) -> dict[str, Any]:
-        """Of an expert, in a parameter with so many rows a unit."""
-        if widths is None:
-            return {"expert": expert}
-        own = Widths(widths).of(expert, rows)
-        return {"span": (own.start, own.stop), "padded": config.expert_size}
-
+    parts = (("all", names),) if isinstance(names, str) else zip(("gate", "up"), names, strict=True)
+    parts = tuple(parts)
     for expert in range(config.num_experts):
-        prefix = f"{moe}experts.{expert}."
-        yield Entry(f"{prefix}{gate}.weight", ours + "moe.w1", part="gate", **place(expert, 2))
-        yield Entry(f"{prefix}{up}.weight", ours + "moe.w1", part="up", **place(expert, 2))
-    for expert in range(config.num_experts):  # after all of w1, so that each is read just once
-        prefix = f"{moe}experts.{expert}."
-        yield Entry(f"{prefix}{down}.weight", ours + "moe.w2", **place(expert, 1))
+        place: dict[str, Any] = {"expert": expert}
+        if widths is not None:
+            own = Widths(widths).of(expert, len(parts))
+            place = {"span": (own.start, own.stop), "padded": config.expert_size}
+        for part, name in parts:
+            yield Entry(prefix + name.format(expert), source, part=part, **place)

@@ -14,6 +14,8 @@ class RMSNorm(nn.Module):
     the activations bf16, and squares of bf16 values must not be summed in bf16.
     """
 
+    parameter_kind = "norm"
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps

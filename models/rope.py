@@ -5,12 +5,55 @@ Shape letters: B rows, L tokens, H heads, C head width, F rotated pairs (rotary_
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
+from models.errors import UserError
+
+
+def linear(frequencies_F: Tensor, *, factor: float) -> Tensor:
+    """Positions divided by `factor` (Chen et al., arXiv 2306.15595)."""
+    return frequencies_F / factor
+
+
+SCALINGS: dict[str, Callable[..., Tensor]] = {"linear": linear}
+"""`rope_type` → function of the frequencies and of what stands beside it in `rope_scaling`."""
+
+
+def normal_rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """{"rope_type": ..., "factor": f, ...}, or None for the default type. 4.x files say `type`.
+
+    Raises:
+        UserError: an unknown type, a factor below 1, keys that the type does not read.
+    """
+    if not isinstance(raw, dict):
+        raise UserError(f"rope_scaling={raw!r} is not supported; expected one flat object")
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    given = {key: value for key, value in raw.items() if key not in ("rope_type", "type")}
+    if kind == "default":
+        given.pop("original_max_position_embeddings", None)  # read for other types only
+        if given.pop("factor", None) not in (None, 1) or given:
+            said = ", ".join(f"{key}={value!r}" for key, value in raw.items())
+            raise UserError(
+                f"rope_scaling with {said} scales nothing without rope_type: linear; allowed: "
+                "{rope_type: linear, factor: f}, or null"
+            )
+        return None
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        allowed = ", ".join(("default", *SCALINGS))
+        raise UserError(f"rope_scaling type {kind!r} is not supported; allowed: {allowed}")
+    factor = given.get("factor")
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
+        raise UserError(f"rope_scaling.factor={factor!r} must be a number of at least 1")
+    read = [name for name in inspect.signature(SCALINGS[kind]).parameters if name in given]
+    unknown = sorted(given.keys() - {*read, "original_max_position_embeddings"})
+    if unknown:
+        raise UserError(f"rope_scaling has unknown keys {unknown}; allowed: rope_type, factor")
+    return {"rope_type": kind, **{key: given[key] for key in read}, "factor": float(factor)}
 
 
 class Rotation(NamedTuple):
@@ -21,18 +64,26 @@ class Rotation(NamedTuple):
 
 
 class Rope:
-    """Angles of a config's rotary embedding.
+    """Angles of a rotary embedding.
 
     Not a module and no buffer: frequencies kept in a buffer are rounded when a model is cast to
     bf16 and are garbage after construction on the meta device. They are computed on the CPU once,
     in fp32 as transformers does (so in fp64 models too), and copied to each device once.
+
+    Args:
+        size: rotated dimensions of a head, even.
+        base: `rope_theta`.
+        scaling: as `normal_rope_scaling` gives it.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        exponents_F = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device="cpu")
-        frequencies_F = 1.0 / (config.rope_theta ** (exponents_F / config.rotary_dim))
-        if config.rope_scaling is not None:
-            frequencies_F = frequencies_F / config.rope_scaling["factor"]
+    def __init__(self, size: int, base: float, scaling: dict[str, Any] | None = None) -> None:
+        self.key = (size, base, tuple(sorted((scaling or {}).items())))
+        """Equal for equal angles: layers share what was computed once."""
+        exponents_F = torch.arange(0, size, 2, dtype=torch.float32, device="cpu")
+        frequencies_F = 1.0 / (base ** (exponents_F / size))
+        if scaling is not None:
+            settings = {key: value for key, value in scaling.items() if key != "rope_type"}
+            frequencies_F = SCALINGS[scaling["rope_type"]](frequencies_F, **settings)
         self._frequencies = {torch.device("cpu"): frequencies_F}
 
     def __call__(self, positions_BL: Tensor) -> Rotation:

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Attention, KVCache
+from models.attention import KVCache
 from models.config import ModelConfig
 from models.documents import Documents
 from models.execution import Checkpointing, mark_dynamic, run_checkpointed, selective_attention
 from models.loss import linear_cross_entropy, loss_backend
 from models.norm import RMSNorm
-from models.rope import Rope, Rotation
+from models.rope import Rotation
 from moe.layer import MoE, MoEConfig, SharedExpert
 from moe.metrics import RouterStats
 
@@ -54,6 +54,8 @@ class Head(nn.Module):
     must read the weight itself, as it never makes all logits.
     """
 
+    parameter_kind = "head"
+
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
@@ -65,20 +67,25 @@ class Head(nn.Module):
         return linear_cross_entropy(x, self.weight, labels_T)
 
 
+class Embedding(nn.Embedding):
+    """The rows of the tokens."""
+
+    parameter_kind = "embedding"
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)); experts or a dense MLP."""
 
     def __init__(self, config: ModelConfig, layer: int, moe_config: MoEConfig | None) -> None:
         super().__init__()
-        self.layer = layer
         self.recompute_attention = False  # set by apply_checkpointing(model, "selective")
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = Attention(config)
+        self.attn = config.attention(layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if moe_config is not None:
             self.moe = MoE(moe_config)
         else:
-            self.mlp = SharedExpert(config.hidden_size, config.intermediate_size)
+            self.mlp = SharedExpert(config.hidden_size, config.intermediate_size, config.activation)
 
     def forward(
         self,
@@ -109,16 +116,10 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         positions_BL: Tensor | None = None,
     ) -> Tensor:
-        y_BLD = self.attn(
-            self.attn_norm(x_BLD),
-            rotation,
-            cu_seqlens_N1,
-            lengths_N,
-            cache,
-            self.layer,
-            positions_BL,
+        normed_BLD = self.attn_norm(x_BLD)
+        return x_BLD + self.attn(
+            normed_BLD, rotation, cu_seqlens_N1, lengths_N, cache, positions_BL
         )
-        return x_BLD + y_BLD
 
 
 class Decoder(nn.Module):
@@ -127,7 +128,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, moe_configs: list[MoEConfig | None]) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Block(config, layer, moe_config) for layer, moe_config in enumerate(moe_configs)
         )
@@ -135,7 +136,7 @@ class Decoder(nn.Module):
         self.head = Head(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.head.weight = self.embed.weight
-        self.rope = Rope(config)
+        self.ropes = {block.attn.rope.key: block.attn.rope for block in self.layers}
         self.checkpointing: Checkpointing = "none"  # set by apply_checkpointing
         self.compiled = False  # set by compile_blocks
         self.compute_dtype: torch.dtype | None = None
@@ -145,6 +146,13 @@ class Decoder(nn.Module):
     def loss_backend(self) -> str:
         """How the loss is computed where the model is now: "triton" or "reference"."""
         return loss_backend(self.norm.weight)
+
+    def new_cache(
+        self, rows: int, capacity: int, device: torch.device | str, dtype: torch.dtype
+    ) -> KVCache:
+        """An empty cache of `capacity` tokens for each of `rows` rows."""
+        layers = (block.attn for block in self.layers)
+        return KVCache(layers, rows, capacity, device, dtype)
 
     def forward(
         self,
@@ -194,7 +202,7 @@ class Decoder(nn.Module):
                 mark_dynamic(cu_seqlens_N1, lengths_N)
         if positions_BL is None:
             positions_BL = _positions(tokens_BL, documents, cache)
-        rotation = self.rope(positions_BL)
+        rotations = {key: rope(positions_BL) for key, rope in self.ropes.items()}
 
         x_BLD = self.embed(tokens_BL)
         if torch.is_autocast_enabled(x_BLD.device.type):
@@ -203,6 +211,7 @@ class Decoder(nn.Module):
             x_BLD = x_BLD.to(torch.get_autocast_dtype(x_BLD.device.type))
         stats: list[RouterStats] = []
         for block in self.layers:
+            rotation = rotations[block.attn.rope.key]
             arguments = (x_BLD, rotation, cu_seqlens_N1, lengths_N, valid_BL)
             if self.checkpointing == "full" and torch.is_grad_enabled() and cache is None:
                 x_BLD, layer_stats = run_checkpointed(block, *arguments)

@@ -16,31 +16,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.build import build_model, start_routers
-from models.config import ModelConfig, end_tokens, read_config_json
+from models.config import ModelConfig
+from models.config_hf import config_from_hf, end_tokens, read_config_json
 from models.errors import UserError
 from models.hf import load_weights
 from models.transformer import Decoder
 from moe.upcycle import upcycle_layer
 
 # model_type of a dense checkpoint -> family whose dense layers are the same
-FAMILIES = {"qwen3": "qwen3_moe"}
+SPARSE_FAMILY = {"qwen3": "qwen3_moe"}
 
 
 def load_dense(folder: str | Path) -> Decoder:
     """The model in a dense folder, float32 on the CPU.
 
     Raises:
-        UserError: another model_type, or what `ModelConfig.from_hf` and `load_weights` refuse.
+        UserError: another model_type, or what `config_from_hf` and `load_weights` refuse.
     """
     raw = read_config_json(Path(folder) / "config.json")
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
-        raise UserError(f"model_type={kind!r} cannot be upcycled; allowed: {', '.join(FAMILIES)}")
+    if kind not in SPARSE_FAMILY:
+        raise UserError(
+            f"model_type={kind!r} cannot be upcycled; allowed: {', '.join(SPARSE_FAMILY)}"
+        )
     count = raw.get("num_hidden_layers", 0)
     layers = list(range(count)) if isinstance(count, int) else []  # from_hf names what is wrong
-    raw = raw | {"model_type": FAMILIES[kind], "mlp_only_layers": layers}
+    raw = raw | {"model_type": SPARSE_FAMILY[kind], "mlp_only_layers": layers}
     raw |= {"eos_token_id": eos} if (eos := end_tokens(folder)) is not None else {}
-    config = ModelConfig.from_hf(raw)
+    config = config_from_hf(raw)
     model = build_model(config, seed=None)
     load_weights(model, folder)
     return model

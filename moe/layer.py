@@ -158,6 +158,8 @@ class MoEConfig:
 class SharedExpert(nn.Module):
     """The feed-forward network that every token goes through next to its routed experts."""
 
+    parameter_kind = "mlp"
+
     def __init__(
         self,
         hidden_size: int,
@@ -195,6 +197,8 @@ class MoE(nn.Module):
         shared: `SharedExpert` or None.
         routing_hook: None, or what `RoutingTrace` puts there while it records or replays.
     """
+
+    parameter_kind = "expert"
 
     def __init__(
         self,

@@ -178,6 +178,8 @@ class Router(nn.Module):
         sampling: whether experts are drawn now, while training.
     """
 
+    parameter_kind = "router"
+
     def __init__(self, config: MoEConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
         check_router(config)

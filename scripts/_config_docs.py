@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from models.config import FAMILY_DEFAULTS, ModelConfig
+from models.config import ModelConfig
+from models.families import FAMILIES
 from training.config.build import Config, ModelSection
 from training.config.load import models_in
 
@@ -94,9 +95,8 @@ def limits(field: FieldInfo) -> str:
 def default(model: type[BaseModel], key: str) -> str:
     field = model.model_fields[key]
     if model is ModelConfig and key != "family":
-        values = [known[key] for known in FAMILY_DEFAULTS.values() if key in known]
-        if not values:  # a field that no family has
-            return "empty"
+        usual = None if field.is_required() else field.default
+        values = [family.defaults.get(key, usual) for family in FAMILIES.values()]
         same = all(value == values[0] for value in values)
         return "by family" if not same else "empty" if values[0] is None else _code(values[0])
     if field.is_required():
@@ -154,6 +154,10 @@ def render() -> str:
                 *table(ModelConfig),
                 "",
             ]
+            for name_, family in FAMILIES.items():
+                own = tuple(ModelConfig.model_fields)
+                if len(family.model_fields) > len(own):
+                    lines += [f"Also in {name_}:", "", *table(family, skip=own), ""]
         for key, inner in nested(section):
             lines += [f"### Each of {name}.{key}", "", first_sentence(inner), "", *table(inner), ""]
     return "\n".join(lines).rstrip() + "\n"

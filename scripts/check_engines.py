@@ -32,8 +32,9 @@ import torch
 
 from models.build import build_model
 from models.config import ModelConfig
-from models.engines import ENGINES, FEATURES, Feature
+from models.engines import ENGINES, Feature, rows
 from models.errors import UserError
+from models.families import FAMILIES
 from models.first_weights import FirstWeights
 from models.hf import export_hf
 from scripts._command import bounded, command, make_parser
@@ -49,18 +50,11 @@ FEWEST = 12
 """Tokens that a verdict needs."""
 MODULES = {"transformers": "transformers", "vLLM": "vllm", "llama.cpp": "xllamacpp"}
 MODULES |= {"mistral.rs": "mistralrs"}
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": 288, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64, "num_experts": 8,
     "num_experts_per_tok": 2, "max_position_embeddings": 128, "initializer_range": 0.1,
 }  # fmt: skip
-# What a family has, where no feature says otherwise: what runs in the most engines.
-BASE: dict[str, dict[str, Any]] = {
-    "qwen3_moe": _BASE | {"moe_intermediate_size": 64, "norm_topk_prob": True},
-    "olmoe": _BASE | {"num_key_value_heads": 4, "norm_topk_prob": False},
-    "mixtral": _BASE,
-    "glm4_moe": _BASE | {"moe_intermediate_size": 64, "first_k_dense_replace": 1},
-}
 
 
 @dataclass(frozen=True)
@@ -73,10 +67,16 @@ class Seen:
     detail: str = ""
 
 
-def write_folder(feature: Feature, folder: Path, seed: int) -> ModelConfig:
+def small_config(family: str, feature: Feature) -> ModelConfig:
+    """A small model of the family with the feature."""
+    usual = FAMILIES[family].engine_rows[0].example
+    return ModelConfig(**{"family": family, **BASE, **usual, **feature.example})
+
+
+def write_folder(family: str, feature: Feature, folder: Path, seed: int) -> ModelConfig:
     """A small random model with the feature, and a tokenizer."""
     tokenizer = train_tokenizer(["the white whale and the old ship at sea"], 288)
-    config = ModelConfig(**{"family": feature.family, **BASE[feature.family], **feature.example})
+    config = small_config(family, feature)
     model = build_model(config, seed=seed, first=FirstWeights(embedding=0.2))
     generator = torch.Generator().manual_seed(seed)
     printable = set(string.ascii_letters + string.digits + string.punctuation + "Ġ")
@@ -148,11 +148,13 @@ def compare(reference: dict[str, Any], found: dict[str, Any]) -> Seen:
     return Seen("yes" if same else "wrong", found["version"], detail)
 
 
-def check(feature: Feature, engines: dict[str, str], timeout: int = 300) -> dict[str, Seen]:
+def check(
+    family: str, feature: Feature, engines: dict[str, str], timeout: int = 300
+) -> dict[str, Seen]:
     """What each engine (name: Python) makes of a feature's model."""
     with tempfile.TemporaryDirectory() as place:
         for seed in range(1, 11):
-            write_folder(feature, Path(place) / str(seed), seed)
+            write_folder(family, feature, Path(place) / str(seed), seed)
             folder = Path(place) / str(seed) / "model"
             reference = run_engine("transformers", sys.executable, folder, timeout)
             if "error" in reference:
@@ -201,17 +203,17 @@ def main(arguments: list[str] | None = None) -> int:
     if not engines:
         raise UserError("no engine is installed: pip install 'tessera-moe[interop]'")
     differ, versions = 0, {}
-    rows = {f"{feature.family} {feature.name}".strip(): feature for feature in FEATURES}
-    rows = {row: feature for row, feature in rows.items() if options.only in row}
-    if not rows:
+    named = {f"{row[0]} {row[1].name}".strip(): row for row in rows()}
+    chosen = {name: row for name, row in named.items() if options.only in name}
+    if not chosen:
         raise UserError(f"--only {options.only!r}: no row of the table holds that")
-    for row, feature in rows.items():
-        for engine, seen in check(feature, engines, options.timeout).items():
+    for name, (family, feature) in chosen.items():
+        for engine, seen in check(family, feature, engines, options.timeout).items():
             expected = feature.verdict(engine).kind  # of transformers: yes
             mark = "" if seen.kind == expected else f"   <-- the table says {expected}"
             differ += bool(mark)
             versions[engine] = seen.version or versions.get(engine, "")
-            print(f"{row:50} {engine:12} {seen.kind:6} {seen.detail}{mark}", flush=True)
+            print(f"{name:50} {engine:12} {seen.kind:6} {seen.detail}{mark}", flush=True)
     print(", ".join(f"{engine} {version}" for engine, version in versions.items()))
     print("every verdict is as the table says" if not differ else f"{differ} verdicts differ")
     return 1 if differ else 0

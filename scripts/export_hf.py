@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.config import ModelConfig
+from models.config_hf import config_from_hf
 from models.engines import notes
 from models.errors import UserError
 from models.hf import DTYPES, export_hf
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError(f"{options.checkpoint} is a Hugging Face folder already")
     checkpoint = resolve(options.checkpoint)
     refuse_inexact(checkpoint)
-    config = ModelConfig.from_hf(checkpoint / "model")
+    config = config_from_hf(checkpoint / "model")
     folder = tokenizer_folder(checkpoint)
     tokenizer = None if folder is None else read_tokenizer(folder)
     exported = export_hf(

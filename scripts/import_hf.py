@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from models.config import ModelConfig, read_generation_config
+from models.config import ModelConfig
+from models.config_hf import read_generation_config
 from models.errors import UserError
 from models.hf import load_hf, says_tied
 from models.transformer import Decoder

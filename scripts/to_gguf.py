@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.config import read_config_json
+from models.config_hf import read_config_json
 from models.errors import UserError, brief
 from scripts._command import command, make_parser
 from training.config.load import user_path

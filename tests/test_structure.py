@@ -197,7 +197,6 @@ KINDS_STILL: dict[str, int] = {}
 
 STILL: dict[str, list[str]] = {
     "circles": [
-        "models.config models.config_hf",
         "moe.balance moe.metrics",
         "moe.control moe.layer moe.router moe.router_checks moe.router_gradient moe.surgery",
         "moe.kernels.grouped.down_backward moe.kernels.grouped.down_forward "
@@ -208,9 +207,6 @@ STILL: dict[str, list[str]] = {
         "moe.kernels.hopper.gating moe.kernels.routing.topk_gating",
     ],
     "private names": [
-        "models.config_hf < models.config._HF_TOKEN_IDS",
-        "models.config_hf < models.config._OWN",
-        "models.config_hf < models.config._normal_rope_scaling",
         "moe.kernels.grouped.ragged < moe.kernels.grouped.down_backward._gates_of",
         "moe.kernels.grouped.ragged < moe.kernels.grouped.down_backward._slots_of",
         "moe.kernels.grouped.ragged < moe.kernels.grouped.down_backward._to_slots",
@@ -219,9 +215,6 @@ STILL: dict[str, list[str]] = {
         "moe.kernels.grouped.ragged < moe.kernels.grouped.weight_gradient._operand",
     ],
     "hidden imports": [
-        "models > models.documents",
-        "models.config > models.config_hf",
-        "models.config > moe.layer",
         "moe.kernels.common.tuning > fcntl",
         "moe.kernels.grouped.down_backward > moe.kernels.hopper.down_backward",
         "moe.kernels.grouped.down_forward > moe.kernels.hopper.rows",

@@ -305,10 +305,16 @@ def _first_shards(config: Config, trainee: Trainee) -> None:
     if config.model.init_from:
         load_initial_shards(engine, model, config.model.init_from)
         return
-    shapes, seed, first = engine.shapes(), config.run.seed, config.model.init
-    engine.fill(
-        lambda name, experts: initial_values(model.config, name, shapes[name], seed, experts, first)
-    )
+    # The model's own experts are split by now, and have other names.
+    kinds = parameter_kinds(build_model(model.config, device="meta"))
+    shapes = engine.shapes()
+    seed, first = config.run.seed, config.model.init
+
+    def values(name: str, experts: range | None) -> Tensor:
+        kind, shape = kinds[name], shapes[name]
+        return initial_values(model.config, name, kind, shape, seed, experts, first)
+
+    engine.fill(values)
 
 
 # --- snapshots ----------------------------------------------------------------------------------

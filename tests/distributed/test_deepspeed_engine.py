@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.build import build_model, initial_values, reset_buffers
+from models.build import build_model, initial_values, parameter_kinds, reset_buffers
 from models.execution import apply_checkpointing
 from parallel import World
 from parallel.engines import make_engine
@@ -81,7 +81,7 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
         torch.device("cpu"), timeout_s=100,
     )  # fmt: skip
     model = build_model(config, device="meta") if case.meta else tiny.build(config)
-    groups = tiny.groups_of(model)
+    groups, kinds = tiny.groups_of(model), parameter_kinds(model)
     apply_checkpointing(model, case.checkpointing)
     engine = make_engine(
         "deepspeed", model, mesh, groups, [], tiny.guard_of(), num_terms=3,
@@ -91,7 +91,7 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
         shapes = engine.shapes()
 
         def values(name: str, experts: range | None) -> torch.Tensor:
-            return initial_values(config, name, shapes[name], 1, experts)
+            return initial_values(config, name, kinds[name], shapes[name], 1, experts)
 
         engine.fill(values)
         reset_buffers(model)

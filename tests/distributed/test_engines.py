@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from models.build import build_model, initial_values, reset_buffers
+from models.build import build_model, initial_values, parameter_kinds, reset_buffers
 from models.execution import apply_checkpointing, compile_blocks
 from moe.control import routers_of
 from parallel.engine import check_replicas
@@ -95,9 +95,11 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
 
 def _draw(config, model):
     """What `Engine.fill` asks for, drawn as `build_model` draws it."""
+    kinds = parameter_kinds(model)
 
     def values(name: str, experts: range | None) -> torch.Tensor:
-        return initial_values(config, name, model.get_parameter(name).shape, 1, experts)
+        shape = model.get_parameter(name).shape
+        return initial_values(config, name, kinds[name], shape, 1, experts)
 
     return values
 

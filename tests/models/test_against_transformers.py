@@ -42,7 +42,7 @@ def our_tensors(model: Decoder) -> dict[str, Tensor]:
 def in_their_names(model: Decoder, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names that transformers 5 has in memory (experts of a layer in one tensor)."""
     config = model.config
-    plan = entries(config, frozenset(config.moe_layers))
+    plan = entries(config, our_tensors(model), config.moe_layers)
     named = {
         entry.name: entry.take(values[entry.source].detach())
         for entry in plan

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import Documents
-from models.attention import Attention, KVCache, causal_attention, packed_attention
+from models.attention import causal_attention, packed_attention
 from models.build import build_model
 from models.norm import RMSNorm
-from models.rope import Rope, rotate
+from models.rope import rotate
 from tests.models.tiny import CASES, FAMILIES, next_tokens, tiny_config, tokens
 
 
@@ -158,7 +158,7 @@ def test_cache_continues_where_it_stopped(case: str) -> None:
     tokens_BL = tokens(config, 2, 12)
     with torch.no_grad():
         whole = model(tokens_BL, logits=True).logits
-        cache = KVCache(config, 2, 12, "cpu", torch.float64)
+        cache = model.new_cache(2, 12, "cpu", torch.float64)
         parts = [
             model(tokens_BL[:, start:end], cache=cache, logits=True).logits
             for start, end in ((0, 5), (5, 6), (6, 9), (9, 12))
@@ -174,7 +174,7 @@ def test_prompts_of_different_lengths_share_a_cache() -> None:
     tokens_BL = tokens(config, 2, 9)
     lengths = (3, 6)
     valid_BL = torch.arange(6) < torch.tensor(lengths)[:, None]
-    cache = KVCache(config, 2, 9, "cpu", torch.float64)
+    cache = model.new_cache(2, 9, "cpu", torch.float64)
     with torch.no_grad():
         last = [
             model(tokens_BL[:, :6], cache=cache, valid_BL=valid_BL, logits="last").logits,
@@ -190,7 +190,7 @@ def test_prompts_of_different_lengths_share_a_cache() -> None:
 
 def test_documents_and_cache_exclude_each_other() -> None:
     model = build_model(tiny_config("mixtral"))
-    cache = KVCache(model.config, 1, 8, "cpu", torch.float32)
+    cache = model.new_cache(1, 8, "cpu", torch.float32)
     with pytest.raises(ValueError, match="cannot be packed"):
         model(
             torch.ones(1, 4, dtype=torch.int64), documents=Documents.from_lengths([4]), cache=cache
@@ -202,7 +202,7 @@ def test_documents_and_cache_exclude_each_other() -> None:
 
 def test_rotation_depends_on_distance_only() -> None:
     config = tiny_config("mixtral", rope_theta=100.0)
-    rope = Rope(config)
+    rope = config.attention(0).rope
     x = torch.randn(1, 1, 1, 16, dtype=torch.float64)
     y = torch.randn(1, 1, 1, 16, dtype=torch.float64)
 
@@ -216,8 +216,9 @@ def test_rotation_depends_on_distance_only() -> None:
 
 
 def test_linear_scaling_divides_positions() -> None:
-    plain = Rope(tiny_config("qwen3_moe"))
-    scaled = Rope(tiny_config("qwen3_moe", rope_scaling={"rope_type": "linear", "factor": 4}))
+    plain = tiny_config("qwen3_moe").attention(0).rope
+    scaling = {"rope_type": "linear", "factor": 4}
+    scaled = tiny_config("qwen3_moe", rope_scaling=scaling).attention(0).rope
     positions = torch.arange(8)[None]
     torch.testing.assert_close(scaled(positions * 4), plain(positions))
 
@@ -225,14 +226,14 @@ def test_linear_scaling_divides_positions() -> None:
 def test_partial_rotation_leaves_the_rest() -> None:
     config = tiny_config("glm4_moe")
     x = torch.randn(1, 5, 2, 16)
-    y = rotate(x, Rope(config)(torch.arange(5)[None]))
+    y = rotate(x, config.attention(0).rope(torch.arange(5)[None]))
     assert torch.equal(y[..., 8:], x[..., 8:])
     assert not torch.equal(y[:, 1:, :, :8], x[:, 1:, :, :8])
 
 
 def test_rotation_of_bf16_is_computed_wide() -> None:
     x = torch.randn(1, 60, 2, 16).bfloat16()
-    rotation = Rope(tiny_config("mixtral"))(torch.arange(60)[None] + 30_000)
+    rotation = tiny_config("mixtral").attention(0).rope(torch.arange(60)[None] + 30_000)
     y = rotate(x, rotation)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y, rotate(x.double(), rotation).bfloat16(), rtol=1e-2, atol=1e-2)
@@ -260,9 +261,9 @@ def test_norm_sums_squares_wide() -> None:
 
 def test_clipping_bounds_queries_keys_and_values() -> None:
     config = tiny_config("olmoe", clip_qkv=0.01)
-    attention = Attention(config).double()
+    attention = config.attention(0).double()
     x = torch.randn(1, 6, 32, dtype=torch.float64)
-    y = attention(x, Rope(config)(torch.arange(6)[None]))
+    y = attention(x, attention.rope(torch.arange(6)[None]))
     mixed = F.linear(torch.full((1, 32), 0.01, dtype=torch.float64), attention.o.weight.abs())
     assert (y.abs() <= mixed + 1e-12).all()
 

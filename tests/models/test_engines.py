@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from models.config import ModelConfig
-from models.engines import ENGINES, FEATURES, markdown_table, notes
+from models.engines import ENGINES, markdown_table, notes, rows
+from models.families import FAMILIES
 from tests.models.tiny import tiny_config
 
 
@@ -17,12 +17,12 @@ def test_f6_documentation_shows_the_table() -> None:
     assert "mistral.rs" in ENGINES
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f"{f.family}-{f.name}")
-def test_f6_each_row_is_noted_for_its_own_feature(feature) -> None:
-    from scripts.check_engines import BASE
+@pytest.mark.parametrize(("family", "feature"), rows(), ids=lambda f: getattr(f, "name", f))
+def test_f6_each_row_is_noted_for_its_own_feature(family, feature) -> None:
+    from scripts.check_engines import small_config
 
-    base = ModelConfig(family=feature.family, **BASE[feature.family])
-    config = ModelConfig(**{"family": feature.family, **BASE[feature.family], **feature.example})
+    base = small_config(family, FAMILIES[family].engine_rows[0])
+    config = small_config(family, feature)
     assert feature.has(config) and (feature.has(base) == (not feature.name))
     told = notes(config)
     for engine in ENGINES:

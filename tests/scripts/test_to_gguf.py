@@ -7,7 +7,7 @@ import json
 import pytest
 
 from models.build import build_model
-from models.engines import FEATURES
+from models.engines import rows
 from models.hf import export_hf, load_hf
 from tests.models.tiny import FAMILIES, tiny_config
 from training.data.tokenizer import train_tokenizer
@@ -93,9 +93,9 @@ def test_f4_another_splitting_rule_is_refused(script, folder, tmp_path, capsys) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_f6_the_models_of_the_rows_are_written(script, tmp_path, family: str) -> None:
     """Without any engine: a change of the exporter must not break what only few machines run."""
-    for feature in (f for f in FEATURES if f.family == family):
+    for feature in (feature for name, feature in rows() if name == family):
         folder = tmp_path / feature.name.replace("/", " ")
-        config = script("check_engines").write_folder(feature, folder, seed=1)
+        config = script("check_engines").write_folder(family, feature, folder, seed=1)
         assert feature.has(config) and load_hf(folder / "model").config == config
         assert (folder / "model/tokenizer.json").is_file()
 
@@ -123,8 +123,8 @@ def test_f6_rows_of_the_table_are_what_engines_do(script, row: str) -> None:
         pytest.skip("neither llama.cpp nor mistral.rs is there: pip install -e '.[interop]'")
     import sys
 
-    feature = next(f for f in FEATURES if f"{f.family} {f.name}" == row)
-    seen = check_engines.check(feature, dict.fromkeys(engines, sys.executable))
+    family, feature = next((f, r) for f, r in rows() if f"{f} {r.name}" == row)
+    seen = check_engines.check(family, feature, dict.fromkeys(engines, sys.executable))
     assert {e: s.kind for e, s in seen.items()} == {e: feature.verdict(e).kind for e in engines}
 
 

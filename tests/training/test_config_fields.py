@@ -15,7 +15,7 @@ import torch
 import train
 import training.data.cache
 import training.data.loader
-from models.config import ModelConfig
+from models.config import known_fields
 from moe.metrics import RouterStats
 from parallel import World
 from training.config.build import Config, ConfigError, field_names, load_config, make_plan
@@ -389,7 +389,7 @@ def places() -> set[str]:
         for section, keys in names.items()
         if section and section not in lists
         for key in keys
-        if not (section == "model" and key in ModelConfig.model_fields)
+        if not (section == "model" and key in known_fields())
     }
     return found - (names.keys() - lists)  # of a nested section its keys, not itself
 

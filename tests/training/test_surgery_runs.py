@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train
-from models.config import ModelConfig
+from models.config_hf import config_from_hf
 from models.hf import export_hf
 from models.hf_check import check_export
 from training.checkpoint.files import read_weights
@@ -22,7 +22,7 @@ def exported(folder, into):
     """config.json of the export of a run's last checkpoint, after transformers computed the same as
     we do."""
     latest = (folder / "checkpoints" / "latest").resolve()
-    config = ModelConfig.from_hf(latest / "model")
+    config = config_from_hf(latest / "model")
     export_hf(CheckpointTensors(latest), into, config=config)
     receipt = check_export(load_model(latest), into, new_tokens=8)
     assert receipt.passed, str(receipt)

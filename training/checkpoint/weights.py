@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.build import build_model, start_routers
-from models.config import ModelConfig
+from models.config_hf import config_from_hf
 from models.errors import UserError
 from models.hf import HfWeights, check_vocabulary, load_hf, load_weights
 from models.transformer import Decoder
@@ -194,7 +194,7 @@ def load_model(path: str | Path, **build: Any) -> Decoder:
         return load_hf(path, **build)
     folder = resolve(path)
     refuse_inexact(folder)
-    config = ModelConfig.from_hf(folder / "model")
+    config = config_from_hf(folder / "model")
     if any(name.endswith(".router.active_E") for name in read_state(folder)["shapes"]):
         build["start_experts"] = config.num_experts  # the mask itself is loaded
     model = build_model(config, seed=None, **build)

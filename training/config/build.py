@@ -24,7 +24,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from models.config import ModelConfig
+from models.config import known_fields
 from training.config.checks import (
     check_combinations,
     check_graph,
@@ -75,7 +75,7 @@ def field_names() -> dict[str, list[str]]:
         keys = names.setdefault(place, [])
         for key, field in model.model_fields.items():
             if model is ModelSection and key == "config":
-                walk(place, ModelConfig)
+                keys += known_fields()
                 continue
             keys.append(key)
             for inner in models_in(field.annotation):

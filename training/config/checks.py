@@ -238,11 +238,9 @@ def _check_spmm(config: Config) -> None:
         )
     model = config.model.config
     if model.expert_size % 16:
-        own = model.moe_intermediate_size is not None
-        name = "moe_intermediate_size" if own else "intermediate_size"
         raise ConfigError(
-            f"model.{name}={model.expert_size} with model.kernels='spmm' must be a multiple of 16, "
-            "so that blocks do not cross from one expert to the next"
+            f"model.{model.expert_width_field}={model.expert_size} with model.kernels='spmm' must "
+            "be a multiple of 16, so that blocks do not cross from one expert to the next"
         )
 
 
@@ -319,7 +317,7 @@ def _check_router(config: Config) -> None:
     """Settings of the router that exclude each other, or that this model gives no room."""
     router, model = config.router, config.model.config
     experts, k = model.num_experts, model.num_experts_per_tok
-    groups, kept = model.n_group or 1, model.topk_group or 1
+    groups, kept = model.expert_groups
     choice = experts // groups * kept
     if router.bias_update != "none" and choice <= k:
         raise ConfigError(

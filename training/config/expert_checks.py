@@ -117,7 +117,7 @@ def check_surgery(config: Config) -> None:
         )
     for key, value, idle, allowed in (
         ("model.moe_expert_widths", model.moe_expert_widths, None, "empty"),
-        ("model.n_group", model.n_group or 1, 1, "1"),
+        ("model.n_group", model.expert_groups[0], 1, "1"),
         ("router.gradient", config.router.gradient, "plain", "plain"),
         ("router.rounding_max_tiles", config.router.rounding_max_tiles, None, "empty"),
         ("train.sparse_density", config.train.sparse_density, None, "empty"),

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from models.config import Count, ModelConfig, Positive, Strict
 from models.config_hf import fields_from_hf
@@ -75,7 +75,7 @@ class ModelSection(Strict):
     which is least memory and one more matrix product."""
     init: FirstWeights = Field(default_factory=FirstWeights)
     """How the weights of a new model are drawn."""
-    config: ModelConfig = Field(repr=False)
+    config: SerializeAsAny[ModelConfig] = Field(repr=False)
     """The architecture, resolved from the remaining keys, `hf_config` and `init_from`."""
 
     @model_validator(mode="before")

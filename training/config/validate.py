@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from models.config import ModelConfig
+from models.config import known_fields
 from training.assemble import router_options
 from training.config.checks import check_sparse
 from training.config.expert_checks import uses_slots
@@ -77,7 +77,7 @@ def place_of(name: str, owner: str = "") -> str | None:
     for section, fields in (
         ("router", RouterConfig.model_fields),
         ("surgery", SurgeryConfig.model_fields),
-        ("model", ModelConfig.model_fields),
+        ("model", known_fields()),
     ):
         if name in fields:
             return f"{section}.{name}"

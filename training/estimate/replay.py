@@ -143,7 +143,7 @@ def replay(
             x_BLD = torch.zeros(rows, seq_len, model_config.hidden_size, dtype=dtype)
             for block in model.layers:
                 block(
-                    x_BLD.requires_grad_(), model.rope(tokens_BL), borders_N1,
+                    x_BLD.requires_grad_(), block.attn.rope(tokens_BL), borders_N1,
                     documents.lengths_N, valid_BL,
                 )  # fmt: skip
             del x_BLD

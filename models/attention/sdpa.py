@@ -1,14 +1,14 @@
-"""Causal self-attention with grouped queries, QK-norm, RoPE, documents and a cache.
+"""Scaled dot-product attention over rows, packed documents, or cached tokens.
 
-Three ways to the same result, chosen by what is given:
+Three ways to the same causal attention, chosen by what is given:
 - one document per row: `scaled_dot_product_attention(is_causal=True)`;
 - several documents per row, CUDA, bf16/fp16 and head widths that are multiples of 8 up to 256:
   PyTorch's variable-length flash attention;
 - several documents per row otherwise: one call per document, so that no bit of one document can
   reach another (a mask with -inf would still mix them through the kernel's blocks).
 
-Shape letters: B rows, L tokens per row, T = B*L, D model width, H query heads, G key/value heads,
-C head width, N documents, S cached tokens per row.
+Shape letters: B rows, L tokens per row, T = B*L, H query heads, G key/value heads, C head width,
+N documents, S cached tokens per row.
 """
 
 from __future__ import annotations
@@ -18,124 +18,14 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from models.config import ModelConfig
-from models.norm import RMSNorm
-from models.rope import Rotation, rotate
 from moe.kernels.common.autograd import first_order
 from moe.kernels.common.backend import on_gpu
 
 # Options of varlen_attn; they differ between PyTorch 2.10 and 2.13.
 _VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
-
-
-class KVCache:
-    """Keys and values of all layers for generation; rows may hold prompts of different lengths.
-
-    Row b holds `lengths_B[b]` tokens. A padded prompt is padded at its end: causal attention never
-    looks there, and the next tokens overwrite those places.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        rows: int,
-        capacity: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:
-        shape = (rows, capacity, config.num_key_value_heads, config.head_dim)
-        layers = range(config.num_hidden_layers)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.capacity = capacity
-        self.lengths_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.filled = 0
-        """Upper bound of `lengths_B`, known without asking the device."""
-
-    def positions(self, tokens: int) -> Tensor:
-        """Positions [B, tokens] of the next tokens. ValueError when they do not fit."""
-        if self.filled + tokens > self.capacity:
-            raise ValueError(
-                f"the cache holds {self.capacity} tokens per row; {self.filled} are used and "
-                f"{tokens} more were given"
-            )
-        steps = torch.arange(tokens, device=self.lengths_B.device)
-        return self.lengths_B[:, None] + steps
-
-    def write(self, layer: int, positions_BL: Tensor, key_BLGC: Tensor, value_BLGC: Tensor) -> None:
-        """Store keys and values of one layer at their positions."""
-        rows_B1 = torch.arange(positions_BL.shape[0], device=positions_BL.device)[:, None]
-        self.keys[layer][rows_B1, positions_BL] = key_BLGC.to(self.keys[layer].dtype)
-        self.values[layer][rows_B1, positions_BL] = value_BLGC.to(self.values[layer].dtype)
-
-    def advance(self, tokens: int, valid_BL: Tensor | None) -> None:
-        """Count the tokens of a forward pass; of a padded row only the valid ones (a prefix)."""
-        self.filled += tokens
-        self.lengths_B = self.lengths_B + (tokens if valid_BL is None else valid_BL.sum(1))
-
-
-class Attention(nn.Module):
-    """The attention of one layer; see the head of this file for how it is computed."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width, heads, kv_heads = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-        )
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, config.head_dim
-        self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
-        bias = bool(config.attention_bias)
-        self.q = nn.Linear(width, heads * self.head_dim, bias=bias)
-        self.k = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.v = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
-        self.o = nn.Linear(heads * self.head_dim, width, bias=config.output_bias)
-        if self.qk_norm != "none":
-            full = self.qk_norm == "full"
-            eps = config.rms_norm_eps
-            self.q_norm = RMSNorm(self.q.out_features if full else self.head_dim, eps)
-            self.k_norm = RMSNorm(self.k.out_features if full else self.head_dim, eps)
-
-    def forward(
-        self,
-        x_BLD: Tensor,
-        rotation: Rotation,
-        cu_seqlens_N1: Tensor | None = None,
-        lengths_N: Tensor | None = None,
-        cache: KVCache | None = None,
-        layer: int = 0,
-        positions_BL: Tensor | None = None,
-    ) -> Tensor:
-        """[B, L, D] → [B, L, D]. `layer` and `positions_BL` are only read together with `cache`."""
-        rows, length, _ = x_BLD.shape
-        q, k, v = self.q(x_BLD), self.k(x_BLD), self.v(x_BLD)
-        if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.clip is not None:
-            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
-        q_BLHC = q.view(rows, length, self.heads, self.head_dim)
-        k_BLGC = k.view(rows, length, self.kv_heads, self.head_dim)
-        v_BLGC = v.view(rows, length, self.kv_heads, self.head_dim)
-        if self.qk_norm == "head":
-            q_BLHC, k_BLGC = self.q_norm(q_BLHC), self.k_norm(k_BLGC)
-        q_BLHC, k_BLGC = rotate(q_BLHC, rotation), rotate(k_BLGC, rotation)
-
-        if cache is not None:
-            cache.write(layer, positions_BL, k_BLGC, v_BLGC)
-        if cache is not None and cache.filled > 0:
-            end = cache.filled + length
-            y_BLHC = cached_attention(
-                q_BLHC, cache.keys[layer][:, :end], cache.values[layer][:, :end], positions_BL
-            )
-        elif lengths_N is not None:
-            y_BLHC = packed_attention(q_BLHC, k_BLGC, v_BLGC, cu_seqlens_N1, lengths_N)
-        else:
-            y_BLHC = causal_attention(q_BLHC, k_BLGC, v_BLGC)
-        return self.o(y_BLHC.reshape(rows, length, self.heads * self.head_dim))
 
 
 def causal_attention(q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor) -> Tensor:

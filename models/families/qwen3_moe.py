@@ -1,0 +1,104 @@
+"""Qwen3-MoE (arXiv 2505.09388): softmax router, QK-norm on each head, dense layers where wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from models.attention.gqa import GroupedQueryAttention
+from models.config import Count, ModelConfig, Positive, Size
+from models.engines import LINEAR_ROPE, Feature, linear_rope, no, wrong
+
+
+class Qwen3Moe(ModelConfig):
+    """Softmax router, `norm_topk_prob` either way; QK-norm on each head, optional biases; dense
+    layers by `mlp_only_layers` and `decoder_sparse_step`; no shared experts."""
+
+    family: Literal["qwen3_moe"] = "qwen3_moe"
+
+    moe_intermediate_size: Size = 768
+    """Width of each expert."""
+    attention_bias: bool = False
+    """Biases in q, k, v and o."""
+    decoder_sparse_step: Positive = 1
+    """Every so many layers one is MoE, counted from 1."""
+    mlp_only_layers: list[Count] = Field(default_factory=list)
+    """Layers that are dense all the same."""
+
+    hf_class: ClassVar[str] = "Qwen3MoeForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    }
+    hf_neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"use_qk_norm": (True,)}
+    window_switch: ClassVar[bool] = True
+    expert_width_field: ClassVar[str] = "moe_intermediate_size"
+
+    def attention(self, layer: int) -> GroupedQueryAttention:
+        bias = self.attention_bias
+        return GroupedQueryAttention(self, layer, qk_norm=self.qk_norm, bias=bias, output_bias=bias)
+
+    def is_moe_layer(self, layer: int) -> bool:
+        sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return sparse and layer not in self.mlp_only_layers
+
+    def hf_constants(self) -> dict[str, Any]:
+        return {
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": self.num_hidden_layers,
+        }
+
+    @property
+    def qk_norm(self) -> Literal["head"]:
+        return "head"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        for layer in self.mlp_only_layers:
+            if layer >= self.num_hidden_layers:
+                count = self.num_hidden_layers
+                yield f"mlp_only_layers names layer {layer}; there are {count}, from 0"
+
+    engine_rows: ClassVar[tuple[Feature, ...]] = (
+        Feature("", lambda c: True, {"moe_intermediate_size": 64, "norm_topk_prob": True}),
+        Feature(
+            "norm_topk_prob: false",
+            lambda c: not c.norm_topk_prob,
+            {"norm_topk_prob": False},
+            {"llama.cpp": wrong("renormalises the gates of a qwen3_moe all the same")},
+        ),
+        Feature(
+            "dense layers",
+            lambda c: len(c.moe_layers) < c.num_hidden_layers,
+            {"mlp_only_layers": [1]},
+            {"llama.cpp": no("does not convert a qwen3_moe with dense layers")},
+        ),
+        Feature(
+            "attention_bias: true",
+            lambda c: c.attention_bias,
+            {"attention_bias": True},
+            {
+                "vLLM": wrong("drops the bias of o_proj of a qwen3_moe"),
+                "llama.cpp": no("does not load a qwen3_moe with attention biases"),
+                "mistral.rs": wrong("drops all attention biases of a qwen3_moe"),
+            },
+        ),
+        Feature(
+            "linear RoPE scaling",
+            linear_rope,
+            LINEAR_ROPE,
+            {"mistral.rs": wrong("ignores linear RoPE scaling")},
+        ),
+    )
