@@ -362,8 +362,10 @@ class ModelConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, raw: Any) -> Any:
-        if cls is ModelConfig or not isinstance(raw, dict):
-            return raw  # the missing or wrong family is named
+        if not isinstance(raw, dict):
+            return raw
+        if cls is ModelConfig:  # only the missing or wrong family is to be named
+            return {key: value for key, value in raw.items() if key == "family"}
         given = {key: value for key, value in raw.items() if value is not None}
         for key, value in given.items():
             if key not in cls.model_fields and key in known_fields():
