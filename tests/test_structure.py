@@ -324,12 +324,18 @@ def plain_settings(config: type[BaseModel]) -> dict[str, int]:
 
 
 def kinds(base: type[BaseModel], sections: set[type[BaseModel]]) -> dict[str, int]:
-    """Number of settings of each class below `base` that is not a plain section."""
+    """Number of settings of each class below `base` that is not a plain section; of a family those
+    that a plain section (`ModelConfig`) does not have already."""
     found = {}
     for model in base.__subclasses__():
         if model.__module__.split(".")[0] in PACKAGES:
             if model not in sections:
-                found[model.__name__] = len(model.model_fields.keys() - {"kind"})
+                plain = {
+                    key
+                    for parent in sections.intersection(model.__mro__)
+                    for key in parent.model_fields
+                }
+                found[model.__name__] = len(model.model_fields.keys() - plain - {"kind"})
             found |= kinds(model, sections)
     return found
 
