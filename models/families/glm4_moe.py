@@ -95,6 +95,7 @@ class Glm4Moe(ModelConfig):
         return self.n_group, self.topk_group
 
     def problems(self) -> Iterator[str]:
+        """Of groups and dense layers too."""
         yield from super().problems()
         if self.num_experts % self.n_group:
             yield f"n_group={self.n_group} must divide num_experts={self.num_experts}"
