@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +58,7 @@ def test_small_differences_are_not_seen():
     ("change", "told"),
     [
         ({"control": "c"}, "control: 'c' is none of the arms"),
-        ({"arm": {}}, "unknown key arm; did you mean arms?"),
+        ({"arm": {}}, "unknown section or key 'arm'; did you mean arms?"),
         ({"arms": {"weak": [], "b": ["optim.lr=fast"]}}, "arm 'b': optim.lr"),
         ({"arms": {"weak": [], "b": ["optim.rl=1"]}}, "arm 'b': unknown key optim.rl"),
         ({"base": "nowhere.yaml"}, "nowhere.yaml"),
@@ -183,6 +186,20 @@ def test_a_sweep_of_real_runs(sweep, tiny_sweep, tmp_path, capsys):
     events.write_text("".join(line for line in lines if '"done"' not in line))
     assert sweep.main([*words, "2", "--also", str(elsewhere)]) == 75
     assert "4 runs, 1 to train" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_sweep_asked_to_stop_saves_its_runs(tiny_sweep, tmp_path):
+    words = ["--out", str(tmp_path), "train.steps=100000", "log.every_steps=1", "eval.rows=1"]
+    process = subprocess.Popen([sys.executable, ROOT / "scripts/sweep.py", tiny_sweep, *words])
+    end = time.monotonic() + 120
+    while not any(path.stat().st_size for path in tmp_path.glob("runs/*/metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.2)
+    process.terminate()
+    assert process.wait(60) == 75
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "checkpoints/latest").exists()
 
 
 @pytest.mark.parametrize(
