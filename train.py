@@ -29,34 +29,41 @@ except ModuleNotFoundError as error:
         raise
     sys.exit("error: this Python has no PyTorch; type . .venv/bin/activate first (docs/install.md)")
 
-from moe.control import begin_step
 from parallel import World, launched_hosts, launched_rank, launched_size, shutdown, start
 from training import faults
-from training.assemble import make_trainee, model_config, restore_random_states, snapshot
+from training.assemble import make_train_state, model_config, restore_random_states, snapshot
 from training.bias_calibration import calibrate
 from training.checkpoint.files import CheckpointError, Saver
 from training.checkpoint.weights import tokenizer_folder
 from training.config.build import Config, Plan, field_names, load_config, make_plan, write_resolved
-from training.config.export_compat import acting
 from training.config.load import ConfigError, read_words
 from training.config.validate import check_routers
 from training.data import build_data, load_tokenizer
 from training.device import open_device, seed_all, setup_determinism
+from training.due import due_after
 from training.evaluate import as_trained, on_schedule, sample_text, validate
 from training.faults import RunFailed, StopRequest
-from training.optim.schedule import learning_rate
+from training.out_of_memory import out_of_memory
 from training.probe import make_probe
-from training.report import status
+from training.report.ending import check_export, report_checkpoints, report_end
+from training.report.header import log_run_header, wandb_settings
+from training.report.log_step import (
+    log_window,
+    report_empty_step,
+    report_evaluation,
+    report_expert_changes,
+)
+from training.report.pace import Pace
 from training.report.run_log import RunLog
-from training.run import open_run, release, total_steps, withdraw
-from training.run_state import Job
-from training.step import Pace, StepResult, agree_on_step, train_step
+from training.run import discard_new_run_folder, open_run, release, total_steps
+from training.run_state import RunState
+from training.step import agree_on_step, begin_step, end_step, prepare_evaluation, train_step
 from training.surgery.changes import change_experts
 
 # ---- before the first step ---------------------------------------------------------------------
 
 
-def prepare(config: Config, plan: Plan, world: World) -> Job:
+def prepare(config: Config, plan: Plan, world: World) -> RunState:
     """Run folder, text, model, optimizer, and the state of the last checkpoint if there is one."""
     if config.run.deterministic:
         setup_determinism()
@@ -73,183 +80,141 @@ def prepare(config: Config, plan: Plan, world: World) -> Job:
     )
     architecture = model_config(config, tokenizer)
     data = build_data(config.data, tokenizer, seed=config.run.seed)
-    progress = run.progress()
-    if run.checkpoint is not None:
-        data.load_state_dict(progress.position)
-    else:
-        progress.position = data.state_dict()
-    rows = progress.position["rows"]
-    steps = total_steps(config, data.rows_per_epoch, step=progress.step, rows=rows)
+    if run.position is not None:
+        data.load_state_dict(run.position)
+    position = data.state_dict()
+    steps = total_steps(config, data.rows_per_epoch, step=run.step, rows=position["rows"])
     check_routers(config, steps)
 
     if world.main:  # only now: a refused start leaves the files of earlier ones alone
         write_resolved(config, run.folder / "config.yaml")
     folder = run.folder if world.main else None
-    log = RunLog(folder, run.attempt, status.wandb_settings(config, run))
+    log = RunLog(folder, run.attempt, wandb_settings(config, run))
 
-    trainee = make_trainee(config, architecture, plan, device, steps, run.checkpoint)
+    train_state = make_train_state(
+        config, architecture, plan, world, device, steps=steps, checkpoint=run.checkpoint
+    )
+    train_state.step, train_state.tokens = run.step, run.tokens
     if run.checkpoint is not None:
         restore_random_states(run.checkpoint, world, config.run.seed)
-    begin_step(trainee.model, max(1, progress.step))
-    if trainee.sparsity is not None:
-        trainee.sparsity.begin(progress.step + 1)
+    prepare_evaluation(train_state)
 
     saver = Saver(
         run.checkpoints,
         world,
         keep_last=config.checkpoint.keep_last,
         background=config.checkpoint.async_save,
-        last_step=progress.step if run.checkpoint is not None else None,
+        last_step=run.step if run.checkpoint is not None else None,
     )
-    job = Job(
-        config,
-        plan,
-        world,
-        device,
-        run,
-        log,
-        tokenizer,
-        data,
-        trainee,
-        make_probe(trainee.model, data, world, device),
-        saver,
-        steps,
-        progress,
-        began=progress.step,
+    state = RunState(
+        config=config,
+        plan=plan,
+        run=run,
+        log=log,
+        tokenizer=tokenizer,
+        data=data,
+        train=train_state,
+        probe=make_probe(train_state.model, data, world, device),
+        saver=saver,
+        steps=steps,
+        position=position,
     )
     if run.checkpoint is None and config.router.calibrate_bias:
-        calibrate(job)
-    status.start(job)
-    return job
+        calibrate(state)
+    log_run_header(state)
+    return state
 
 
 # ---- the loop ----------------------------------------------------------------------------------
 
 
-def train(job: Job, stop: StopRequest) -> int:
+def train(state: RunState, stop: StopRequest) -> int:
     """Train to the last step, or until a stop is asked for; the exit code."""
-    config, world, log, progress = job.config, job.world, job.log, job.progress
-    window: list[StepResult] = []  # steps since the last log line, their numbers on the device
-    pace = Pace()
-    stream = job.data.steps(
+    config, world = state.config, state.world
+    state.pace = Pace()
+    stream = state.data.steps(
         global_batch_size=config.train.global_batch_size,
-        micro_batch_size=job.plan.micro_batch_size,
+        micro_batch_size=state.plan.micro_batch_size,
         rank=world.rank,
         world=world.size,
-        steps=max(0, job.steps - progress.step),
-        pin_memory=job.device.type == "cuda",
+        steps=max(0, state.steps - state.step),
+        pin_memory=state.device.type == "cuda",
     )
     with closing(stream):
         for batches in stream:
             totals = agree_on_step(world, batches, bool(stop))
             if totals.stop:
                 break
-            progress.step += 1
-            changes = begin_step(job.model, progress.step)
-            job.router_changes += [(progress.step, change) for change in changes]
+            changes = begin_step(state.train)
+            state.router_changes += [(state.step, change) for change in changes]
             if totals.targets:
-                job.probe.offer(batches[0], job.device)
-                result = train_step(
-                    job.trainee.forward,
-                    job.optimizer,
-                    batches,
-                    totals,
-                    step=progress.step,
-                    lr=learning_rate(config.optim, progress.step - 1, job.steps),
-                    router=config.router,
-                    world=world,
-                    device=job.device,
-                    keep=job.last_counts,
-                    health=job.trainee.health,
-                    graph=job.trainee.graph,
-                    sparsity=job.trainee.sparsity,
-                    worth=job.trainee.worth,
-                )
-                window.append(result)
+                state.probe.set_batch_if_missing(batches[0], state.device)
+                state.results.append(train_step(state.train, batches, totals))
             else:
-                status.empty_step(job)
-            if job.trainee.sparsity is not None:
-                job.trainee.sparsity.begin(progress.step + 1)
-            progress.tokens += totals.tokens
-            progress.position = job.data.state_dict()
+                report_empty_step(state)
+            end_step(state.train, totals)
+            state.position = state.data.state_dict()
 
-            due = status.due(config, progress.step, job.steps)
+            due = due_after(config, state.step, state.steps)
             if due.log:
-                metrics = status.window(job, window, pace)
-                for done in change_experts(job):
-                    status.changed_experts(job, done)
+                metrics = log_window(state)
+                for done in change_experts(state):
+                    report_expert_changes(state, done)
                 if due.evaluate:
-                    with pace.pause():
-                        metrics |= evaluate(job)
-                log.metrics(metrics)
-                window.clear()
+                    with state.pace.pause():
+                        metrics |= evaluate(state)
+                state.log.metrics(metrics)
             if due.save:
-                with pace.pause():
-                    save(job)
-            status.saves(job)
+                with state.pace.pause():
+                    state.saver.save(snapshot(state))
+            report_checkpoints(state)
 
-    if window:  # a stop between two log lines
-        log.metrics(status.window(job, window, pace))
-    return finish(job, stopped=progress.step < job.steps)
+    if state.results:  # a stop between two log lines
+        state.log.metrics(log_window(state))
+    return finish(state, stopped=state.step < state.steps)
 
 
-def evaluate(job: Job) -> dict[str, float]:
+def evaluate(state: RunState) -> dict[str, float]:
     """Validation metrics, and a sample of text on the screen and in events.jsonl."""
-    evaluation = job.config.eval
+    model, settings = state.model, state.config.eval
 
     def measure() -> dict[str, float]:
-        sources = job.data.validation(
-            micro_batch_size=job.plan.micro_batch_size,
-            rank=job.world.rank,
-            world=job.world.size,
-            max_rows=evaluation.rows,
+        sources = state.data.validation(
+            micro_batch_size=state.plan.micro_batch_size,
+            rank=state.world.rank,
+            world=state.world.size,
+            max_rows=settings.rows,
         )
-        return validate(job.model, sources, world=job.world, device=job.device)
+        return validate(model, sources, world=state.world, device=state.device)
 
     metrics = measure()
-    if on_schedule(job.model):  # what is exported has the K of the schedule's end
-        with as_trained(job.model):
+    if on_schedule(model):  # what is exported has the K of the schedule's end
+        with as_trained(model):
             metrics |= {f"{name}_current_k": value for name, value in measure().items()}
     text = None
-    if evaluation.sample_prompt is not None:
+    if settings.sample_prompt is not None:
         text = sample_text(
-            job.model,
-            job.tokenizer,
-            evaluation.sample_prompt,
-            evaluation.sample_tokens,
-            world=job.world,
+            model,
+            state.tokenizer,
+            settings.sample_prompt,
+            settings.sample_tokens,
+            world=state.world,
         )
-    status.evaluated(job, metrics, text)
+    report_evaluation(state, metrics, text)
     return metrics
 
 
-def save(job: Job) -> None:
-    """A checkpoint of this moment; in the background if `checkpoint.async_save`."""
-    progress = job.progress
-    job.saver.save(
-        snapshot(
-            step=progress.step,
-            tokens=progress.tokens,
-            position=progress.position,
-            trainee=job.trainee,
-            folder=job.run.folder,
-            attempt=job.run.attempt,
-            inexact=acting(job.config, progress.step, job.steps),
-        )
-    )
-
-
-def finish(job: Job, stopped: bool) -> int:
+def finish(state: RunState, stopped: bool) -> int:
     """Save what is not yet saved, wait until it is on disk, and say where everything lies."""
-    if job.saver.last_step != job.progress.step:
-        save(job)
-    job.saver.wait()
-    status.saves(job, final=True)
+    if state.saver.last_step != state.step:
+        state.saver.save(snapshot(state))
+    state.saver.wait()
+    report_checkpoints(state, final=True)
     if not stopped:
-        status.check_export(job)
-    status.end(job, stopped)
-    job.data.close()
-    job.log.close()
+        check_export(state)
+    report_end(state, stopped)
+    state.data.close()
+    state.log.close()
     return faults.STOPPED if stopped else faults.DONE
 
 
@@ -279,43 +244,43 @@ def main(arguments: Sequence[str]) -> int:
         plan = make_plan(config, launched_size(), hosts=launched_hosts())
         plan.offload.check_folder()
         world = start(plan.device, timeout_s, alone=plan.engine is not None)
-        job = prepare(config, plan, world)
+        state = prepare(config, plan, world)
     except faults.USER_ERRORS as error:
-        withdraw()
-        return faults.tell(world.rank, error, faults.USER_ERROR)
+        discard_new_run_folder()
+        return faults.report_error(world.rank, error, faults.USER_ERROR)
     except Exception as error:
-        withdraw()
+        discard_new_run_folder()
         lost = faults.failed_collective(error, timeout_s)
         if lost is not None:
-            return faults.tell(world.rank, RunFailed(lost), faults.LOST)
+            return faults.report_error(world.rank, RunFailed(lost), faults.LOST)
         if (told := faults.at_start(error)) is not None:
-            return faults.tell(world.rank, told, faults.FAILED)
+            return faults.report_error(world.rank, told, faults.FAILED)
         traceback.print_exc()
         return faults.FAILED
 
     try:
         with StopRequest() as stop:
-            code = train(job, stop)
+            code = train(state, stop)
         shutdown(world)
         return code
     except torch.OutOfMemoryError as error:
-        return faults.tell(world.rank, status.out_of_memory(job, error), faults.FAILED)
+        return faults.report_error(world.rank, out_of_memory(state, error), faults.FAILED)
     except faults.USER_ERRORS as error:  # a block that is read for the first time may be damaged
-        return faults.tell(world.rank, RunFailed(error), faults.USER_ERROR)
+        return faults.report_error(world.rank, RunFailed(error), faults.USER_ERROR)
     except Exception as error:
         lost = faults.failed_collective(error, timeout_s)
         if lost is not None:
-            return faults.tell(world.rank, RunFailed(lost), faults.LOST)
+            return faults.report_error(world.rank, RunFailed(lost), faults.LOST)
         if isinstance(error, (RunFailed, CheckpointError)):
-            return faults.tell(world.rank, error, faults.FAILED)
+            return faults.report_error(world.rank, error, faults.FAILED)
         traceback.print_exc()
         return faults.LOST if isinstance(error, torch.AcceleratorError) else faults.FAILED
     finally:
         # A save in the background may wait for a process that is gone.
-        job.saver.wait(faults.PATIENCE_S if world.size > 1 else None)
-        job.log.close()
+        state.saver.wait(faults.PATIENCE_S if world.size > 1 else None)
+        state.log.close()
         release()
 
 
 if __name__ == "__main__":
-    faults.leave(main(sys.argv[1:]))
+    faults.exit_process(main(sys.argv[1:]))

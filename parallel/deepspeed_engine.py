@@ -334,9 +334,15 @@ class DeepSpeedEngine:
         self._zero.fp32_partitioned_groups_flat[group].grad.div_(self._scale)
 
     def step(self, lr: float) -> Any:
+        self.set_lr(lr)
+        return self.update()
+
+    def set_lr(self, lr: float) -> None:
         self._lr = lr
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["multiplier"]
+
+    def update(self) -> Any:
         # ZeRO leaves everything alone by itself when the norm is not finite.
         self._engine.step()
         return self._outcome

@@ -93,6 +93,12 @@ class Engine(Protocol):
         backward and `step`; all ranks call it. For checks."""
 
     def step(self, lr: float) -> Any:
+        """`set_lr` and `update`."""
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next `update`, before the groups' multipliers."""
+
+    def update(self) -> Any:
         """Norm, guard, clip, update; what the guard returned. No host sync with FSDP2."""
 
     def tensors(self) -> dict[str, Any]:

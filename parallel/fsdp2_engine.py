@@ -88,6 +88,7 @@ class Fsdp2Engine:
             self._parameters[name].grad = piece.view_as(self._parameters[name])
         self.terms = torch.zeros(num_terms, device=mesh.device)
         self.routers_frozen = False
+        self._lr = 0.0
         self._sums = GlobalSums(mesh, self.terms, groups)
         self.group_norms = self._sums.group_norms
 
@@ -143,6 +144,13 @@ class Fsdp2Engine:
 
     @torch.no_grad()
     def step(self, lr: float) -> Any:
+        self.set_lr(lr)
+        return self.update()
+
+    def set_lr(self, lr: float) -> None:
+        self._lr = lr
+
+    def update(self) -> Any:
         if self.mesh.plan.world > 1 and self._router_grads.numel():
             dist.all_reduce(self._router_grads)
         gradients = []
@@ -156,7 +164,7 @@ class Fsdp2Engine:
         scale = torch.ones_like(norm)
         if self.settings.clip_norm is not None:
             scale = torch.clamp(norm / self.settings.clip_norm, min=1.0)
-        self.optimizer.step(lr, scale, outcome.skipped, self.routers_frozen)
+        self.optimizer.step(self._lr, scale, outcome.skipped, self.routers_frozen)
         return outcome
 
     def lrs(self, lr: float) -> tuple[float, float | None]:

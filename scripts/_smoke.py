@@ -31,7 +31,7 @@ import torch
 from scripts._command import make_parser
 from training.config.build import git_commit
 from training.config.load import user_path
-from training.report.run_log import read_lines, read_metrics
+from training.report.files import read_lines, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("train.py", "configs", "scripts", "moe", "models", "parallel", "training", "README.md")

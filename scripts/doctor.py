@@ -324,7 +324,7 @@ def environment() -> Iterator[Check]:
 
 def run_checks(record: Record) -> Iterator[Check]:
     """How a run is doing."""
-    from training.report.record import findings
+    from training.report.findings import findings
 
     found = findings(record)
     for finding in found:

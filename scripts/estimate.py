@@ -40,7 +40,7 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from parallel import World
 from scripts._command import bounded, command, listed, make_parser
-from training.assemble import make_trainee, model_config
+from training.assemble import make_train_state, model_config
 from training.config.build import Config, ConfigError, Plan, load_config, make_plan
 from training.data import load_tokenizer
 from training.device import PEAK_FLOPS, peak_flops
@@ -48,7 +48,7 @@ from training.estimate.cost import Machine, layouts, parameters, step_cost
 from training.estimate.flops import counts_first, flops_per_token
 from training.estimate.memory import DTYPES, Memory, process_memory
 from training.estimate.speed import basis, step_seconds
-from training.report.run_log import human_count, human_time
+from training.report.units import human_count, human_time
 
 GIB = 2**30
 # Part of a GPU's memory that the allocator can be expected to use before fragmentation bites.
@@ -370,10 +370,9 @@ def measure(config: Config, plan: Plan, count: int) -> Measured:
         batches = text_batches(config, plan, tokenizer, 4)
     lengths = [n for rows in batches for batch in rows for n in batch.documents.lengths]
     with mock.patch("training.assemble.init_weights", draw_on_device):
-        trainee = make_trainee(
-            config, model_config(config, tokenizer), plan, device, config.train.steps or 1000
-        )
-    train = one_step(trainee, config, World(), device, lr=1e-5)
+        architecture, total = model_config(config, tokenizer), config.train.steps or 1000
+        state = make_train_state(config, architecture, plan, World(), device, steps=total)
+    train = one_step(state, lr=1e-5)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

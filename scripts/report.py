@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts._command import command, make_parser
 from training.config.load import user_path
+from training.report.findings import Finding, findings
 from training.report.plots import figures
-from training.report.record import Finding, Record, findings, read_run, unigram_entropy
-from training.report.run_log import human_count, human_time
+from training.report.record import Record, read_run, unigram_entropy
+from training.report.units import human_count, human_time
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

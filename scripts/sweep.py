@@ -46,7 +46,8 @@ from scripts._sweep_report import RunValues, read_values, write_report
 from training.config.build import Config, load_config
 from training.config.load import ConfigError, expand_home, first_line, read_yaml, user_path
 from training.estimate.flops import run_flops
-from training.report.run_log import EVENTS, human_time, read_lines, read_metrics
+from training.report.files import EVENTS, read_lines, read_metrics
+from training.report.units import human_time
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 STOPPED = 75

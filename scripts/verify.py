@@ -28,19 +28,19 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from models.config import ModelConfig
-from moe.control import begin_step
 from parallel import World
 from parallel.flat_shard import FlatShard, assemble, local_of, with_local
 from parallel.processes import RankError, run_processes
 from parallel.world import joined
-from training.assemble import make_trainee
+from training.assemble import make_train_state
 from training.config.build import Config, ConfigError, Plan, field_names, load_config, make_plan
 from training.config.checks import refuse_sharded
 from training.config.load import expand_home, first_line
 from training.data.batch import Batch, make_batch
 from training.data.order import Row
 from training.faults import USER_ERRORS
-from training.step import agree_on_step, read_window, train_step
+from training.report.window import read_window
+from training.step import agree_on_step, begin_step, train_step
 
 STEPS, LENGTH = 2, 32
 VOCABULARY = 251
@@ -125,37 +125,27 @@ def run_steps(
     config: Config, plan: Plan, world: World, device: torch.device, batches: list[list[Batch]]
 ) -> dict[str, Any]:
     """Train one step for each list of micro-batches; what this process saw and holds."""
-    trainee = make_trainee(
-        config, config.model.config, plan, device, steps=config.train.steps or 1000
-    )
-    optimizer = trainee.optimizer
+    total = config.train.steps or 1000
+    state = make_train_state(config, config.model.config, plan, world, device, steps=total)
+    state.learning_rate = lambda _: config.optim.lr
+    optimizer = state.optimizer
     found: dict[str, Any] = {
         "numbers": [],
         "counts": [],
         "engine": type(optimizer).__name__,
         "start": _on_host(_named(optimizer.tensors(), "weights")),
     }
-    update = optimizer.step
+    update = optimizer.update
 
-    def watched(lr: float) -> Any:
+    def watched() -> Any:
         found.setdefault("gradient", _on_host(optimizer.gradients()))
-        return update(lr)
+        return update()
 
-    optimizer.step = watched
-    for number, micro_batches in enumerate(batches, 1):
-        begin_step(trainee.model, number)
-        result = train_step(
-            trainee.forward,
-            optimizer,
-            micro_batches,
-            agree_on_step(world, micro_batches, stop=False),
-            step=number,
-            lr=config.optim.lr,
-            router=config.router,
-            world=world,
-            device=device,
-        )
-        metrics = read_window([result], world, optimizer.guard.skipped).metrics
+    optimizer.update = watched
+    for micro_batches in batches:
+        begin_step(state)
+        result = train_step(state, micro_batches, agree_on_step(world, micro_batches, stop=False))
+        metrics = read_window(state, [result]).metrics
         compared = ("loss", "balance_loss", "z_loss", "grad_norm", *result.groups)
         found["numbers"].append({name: metrics[name] for name in compared if name in metrics})
         stats = result.stats

@@ -84,7 +84,7 @@ def _train(arguments: list[str]) -> None:
     import train
     from training import faults
 
-    faults.leave(train.main(arguments))
+    faults.exit_process(train.main(arguments))
 
 
 def _run(

@@ -229,15 +229,12 @@ STILL: dict[str, list[str]] = {
         "parallel.processes > torch",
         "parallel.processes > torch.distributed",
         "parallel.exchange.pull > torch.distributed._symmetric_memory",
-        "training.report.plots > numpy",
-        "training.report.status > training.report.plots",
     ],
     "long signatures": [
         "moe.experts.experts (11)",
         "moe.experts.forward (19)",
         "moe.mixed_experts.forward (16)",
         "parallel.engines.make_engine (11)",
-        "training.step.train_step (14)",
     ],
 }
 

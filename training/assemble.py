@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.build import (
     build_model,
@@ -37,26 +37,28 @@ from training.checkpoint.files import (
 )
 from training.checkpoint.weights import load_initial_shards, load_initial_weights, refuse_loss
 from training.config.expert_checks import importance, start_experts, uses_families
-from training.config.export_compat import last_acting_step
+from training.config.export_compat import acting, last_acting_step
 from training.config.load import ConfigError
 from training.data.sources import store_tokenizers
 from training.device import restore_rng, rng_bytes, seed_all
-from training.graph import StepGraph, own_stream
+from training.graph import StepGraph, computation, launch_now, own_stream
 from training.health import RoutingHealth
 from training.optim.master import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
-from training.optim.schedule import top_k_schedule
-from training.sparsity import Sparsity, mask_schedule
-from training.surgery.importance import Worth, make_worth
+from training.optim.schedule import learning_rate, top_k_schedule
+from training.out_of_memory import LastCounts
+from training.sparsity import Sparsity
+from training.step import TrainState
+from training.surgery.importance import ExpertImportance
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
     from models.transformer import Decoder
     from parallel.engine import Engine
-    from parallel.flat_shard import FlatShard
     from training.config.plan import Plan
     from training.config.router import RouterConfig
     from training.config.sections import Config
     from training.data import TextTokenizer
+    from training.run_state import RunState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -162,33 +164,20 @@ def _bias_targets(config: Config) -> tuple[float, ...] | None:
     return tuple(1 / width for width in widths)
 
 
-@dataclass(frozen=True)
-class Trainee:
-    """A model with what trains it."""
-
-    model: Decoder
-    """The model itself: its config, its buffers, and what evaluation calls."""
-    forward: nn.Module
-    """What a training step calls: the model, or an engine's wrapper around it."""
-    optimizer: MasterAdamW | Engine
-    health: RoutingHealth | None = None
-    """Counters of routing faults; None without experts."""
-    graph: StepGraph | None = None
-    """Replays the steps' work; None: it is launched anew in each."""
-    sparsity: Sparsity | None = None
-    """Masks of the experts' weights; None without."""
-    worth: Worth | None = None
-    """What experts are worth; None where none comes or goes."""
+FOLLOWERS = (RoutingHealth, ExpertImportance, Sparsity, LastCounts)
+"""What can follow a run beside the optimizer; each makes itself, or None where it is not wanted."""
 
 
-def make_trainee(
+def make_train_state(
     config: Config,
     architecture: ModelConfig,
     plan: Plan,
+    world: World,
     device: torch.device,
+    *,
     steps: int,
     checkpoint: Path | None = None,
-) -> Trainee:
+) -> TrainState:
     """The model with first weights, or with those of a checkpoint, and its optimizer.
 
     One process holds everything; several share it through an engine, and none of them ever holds
@@ -216,29 +205,35 @@ def make_trainee(
     )
     model.train()
     apply_checkpointing(model, config.train.checkpointing)
-    trainee = _sharded(config, plan, model, device) if several else _whole(config, plan, model)
-    if config.train.cuda_graph:
-        trainee = replace(trainee, graph=StepGraph())
-    if architecture.moe_layers:
-        health = RoutingHealth(len(architecture.moe_layers), architecture.num_experts, device)
-        worth = make_worth(config, model, trainee.optimizer, device)
-        trainee = replace(trainee, health=health, worth=worth)
-    if config.train.sparse_density is not None:
-        masks = Sparsity(model, trainee.optimizer, mask_schedule(config, steps))
-        trainee = replace(trainee, sparsity=masks)
+    optimizer = (
+        _sharded(config, plan, model, device) if several else _one_process(config, plan, model)
+    )
+    made = (kind.make(config, model, optimizer, device, steps) for kind in FOLLOWERS)
+    graph = StepGraph(partial(computation, model)) if config.train.cuda_graph else None
+    state = TrainState(
+        model=model,
+        forward=optimizer.model if several else model,
+        optimizer=optimizer,
+        router=config.router,
+        world=world,
+        device=device,
+        learning_rate=lambda step: learning_rate(config.optim, step - 1, steps),
+        followers=[follower for follower in made if follower is not None],
+        launch=launch_now if graph is None else graph.run,
+    )
     if checkpoint is not None:
-        _load(checkpoint, trainee)
+        _load(checkpoint, state)
     else:
-        (_first_shards if several else _first_weights)(config, trainee)
+        (_first_shards if several else _first_weights)(config, state)
         if not config.model.init_from:
             start_routers(model)
     if several:
-        check_replicas(trainee.optimizer, trainee.optimizer.mesh)
+        check_replicas(optimizer, optimizer.mesh)
     if plan.compile:  # after the optimizer or the engine has placed the parameters
         controls = {router.config.control for router in routers_of(model)}
-        masks = 0 if trainee.sparsity is None else 2
+        masks = 0 if state.follower(Sparsity) is None else 2
         compile_blocks(model, changes=masks + sum(control.changes for control in controls))
-    return trainee
+    return state
 
 
 def _groups(config: Config, model: Decoder) -> list[Group]:
@@ -252,10 +247,10 @@ def _groups(config: Config, model: Decoder) -> list[Group]:
     )
 
 
-def _whole(config: Config, plan: Plan, model: Decoder) -> Trainee:
+def _one_process(config: Config, plan: Plan, model: Decoder) -> MasterAdamW:
     """AdamW over all parameters; moves them into its flat buffers."""
     optim = config.optim
-    optimizer = MasterAdamW(
+    return MasterAdamW(
         _groups(config, model),
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
@@ -266,10 +261,9 @@ def _whole(config: Config, plan: Plan, model: Decoder) -> Trainee:
         seed=config.run.seed,
         accumulates=plan.accumulation > 1,
     )
-    return Trainee(model, model, optimizer)
 
 
-def _sharded(config: Config, plan: Plan, model: Decoder, device: torch.device) -> Trainee:
+def _sharded(config: Config, plan: Plan, model: Decoder, device: torch.device) -> Engine:
     """This process's share of a model on "meta", with memory but without values."""
     optim = config.optim
     model.compute_dtype = DTYPES[plan.dtype]
@@ -289,19 +283,19 @@ def _sharded(config: Config, plan: Plan, model: Decoder, device: torch.device) -
         offload=plan.offload,
     )
     reset_buffers(model)
-    return Trainee(model, engine.model, engine)
+    return engine
 
 
-def _first_weights(config: Config, trainee: Trainee) -> None:
-    with trainee.optimizer.master_weights():
+def _first_weights(config: Config, state: TrainState) -> None:
+    with state.optimizer.master_weights():
         if config.model.init_from:
-            load_initial_weights(trainee.model, config.model.init_from)
+            load_initial_weights(state.model, config.model.init_from)
         else:
-            init_weights(trainee.model, config.run.seed, config.model.init)
+            init_weights(state.model, config.run.seed, config.model.init)
 
 
-def _first_shards(config: Config, trainee: Trainee) -> None:
-    model, engine = trainee.model, trainee.optimizer
+def _first_shards(config: Config, state: TrainState) -> None:
+    model, engine = state.model, state.optimizer
     if config.model.init_from:
         load_initial_shards(engine, model, config.model.init_from)
         return
@@ -320,16 +314,13 @@ def _first_shards(config: Config, trainee: Trainee) -> None:
 # --- snapshots ----------------------------------------------------------------------------------
 
 
-def saved_tensors(trainee: Trainee) -> dict[str, Tensor | FlatShard]:
-    """All tensors of a checkpoint by logical name, as views: this process's parts of parameters
-    and moments, and the router buffers."""
-    buffers = {name: buffer.reshape(-1) for name, buffer in _persistent_buffers(trainee.model)}
-    counters: dict[str, Tensor] = {}
-    for follower in (trainee.health, trainee.worth):
-        counters |= follower.tensors() if follower is not None else {}
-    buffers = {f"buffers/{name}": buffer for name, buffer in buffers.items()}
-    masks = {} if trainee.sparsity is None else trainee.sparsity.tensors()
-    return trainee.optimizer.tensors() | buffers | counters | masks
+def _state_tensors(state: TrainState) -> dict[str, Tensor]:
+    """What a checkpoint holds beside weights and moments: the state of routers and followers."""
+    buffers = _persistent_buffers(state.model)
+    found = {f"buffers/{name}": buffer.reshape(-1) for name, buffer in buffers}
+    for follower in state.followers:
+        found |= follower.tensors()
+    return found
 
 
 def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
@@ -337,69 +328,45 @@ def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
 
-def _load(checkpoint: Path, trainee: Trainee) -> None:
-    tensors, stored = saved_tensors(trainee), stored_tensors(checkpoint)
-    refuse_loss(checkpoint, tensors)
-    _refuse_late_masks(checkpoint, trainee, stored)
-    kinds = ("buffers/", "health/", "surgery/", "masks/")
-    state = [name for name in tensors if name.startswith(kinds)]
-    load_tensors(checkpoint, {name: tensors[name] for name in tensors if name not in state})
-    trainee.optimizer.loaded()
+def _load(checkpoint: Path, state: TrainState) -> None:
+    weights, beside = state.optimizer.tensors(), _state_tensors(state)
+    stored, step = stored_tensors(checkpoint), read_state(checkpoint)["step"]
+    refuse_loss(checkpoint, weights | beside)
+    for follower in state.followers:
+        tensors = follower.tensors()
+        if tensors and stored.keys().isdisjoint(tensors):
+            follower.start_late(checkpoint, step)
+    load_tensors(checkpoint, weights)
+    state.optimizer.loaded()
     # State that the run has only now, by changed settings, starts as in a new run.
-    start_routers(trainee.model)
-    load_tensors(checkpoint, {name: tensors[name] for name in state if name in stored})
+    start_routers(state.model)
+    load_tensors(checkpoint, {name: beside[name] for name in beside if name in stored})
 
 
-def _refuse_late_masks(checkpoint: Path, trainee: Trainee, stored: Any) -> None:
-    """Masks asked for when all of them would have been made already."""
-    if trainee.sparsity is None or any(name.startswith("masks/") for name in stored):
-        return
-    step, last = read_state(checkpoint)["step"], trainee.sparsity.schedule.last
-    if step >= last:
-        raise ConfigError(
-            f"train.sparse_density is set, but {checkpoint} at step {step} has no masks and the "
-            f"last one is made after step {last}; give a train.sparse_until above {step}"
-        )
-
-
-def snapshot(
-    *,
-    step: int,
-    tokens: int,
-    position: dict[str, Any],
-    trainee: Trainee,
-    folder: Path,
-    attempt: int,
-    inexact: list[str],
-) -> Snapshot:
-    """Everything needed to resume from here.
-
-    Args:
-        position: of the data after the step.
-        folder: of the run, for its config and tokenizer.
-        inexact: what an exported folder would lack (`training.config.export_compat.acting`).
-    """
-    model, optimizer = trainee.model, trainee.optimizer
-    shapes = optimizer.shapes() | {
-        name: list(buffer.shape) for name, buffer in _persistent_buffers(model)
+def snapshot(state: RunState) -> Snapshot:
+    """Everything needed to resume from here; views, so to be written or copied before the next
+    step."""
+    train, folder = state.train, state.run.folder
+    shapes = train.optimizer.shapes() | {
+        name: list(buffer.shape) for name, buffer in _persistent_buffers(train.model)
     }
     return Snapshot(
-        step=step,
-        tensors=saved_tensors(trainee),
+        step=train.step,
+        tensors=train.optimizer.tensors() | _state_tensors(train),
         state={
-            "tokens": tokens,
-            "attempt": attempt,
-            "data": position,
+            "tokens": train.tokens,
+            "attempt": state.run.attempt,
+            "data": state.position,
             "shapes": shapes,
-            "inexact": inexact,
+            "inexact": acting(state.config, train.step, state.steps),
         },
         rng=rng_bytes(),
         files={
             "config.yaml": folder / "config.yaml",
             "tokenizer": folder / "tokenizer",
-            "model/config.json": json.dumps(model.config.to_hf(), indent=2).encode(),
+            "model/config.json": json.dumps(train.model.config.to_hf(), indent=2).encode(),
         },
-        finite=optimizer.all_finite(),
+        finite=train.optimizer.all_finite(),
     )
 
 

@@ -6,6 +6,7 @@ away, so a run with validation takes exactly the steps of one without.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,6 @@ from models.generate import Sampling, generate
 from moe.control import routers_of
 from parallel import World, broadcast_, sum_
 from training.device import untouched_rng
-from training.step import perplexity
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
@@ -92,6 +92,11 @@ def validate(
         for name, (loss_sum, targets) in table.items():
             add(f"/{name}", loss_sum, targets)
     return metrics
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that is too large for a float."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def sample_text(

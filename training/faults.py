@@ -15,20 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from models.errors import UserError
 from parallel import ParallelError
 from parallel.exchange.transport import ExchangeError
 from training.checkpoint.files import CheckpointError
 from training.config.load import ConfigError
-from training.report.run_log import DISK_FULL
+from training.report.files import DISK_FULL
 
 DONE = 0
 FAILED = 1
@@ -88,38 +86,6 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return self.received is not None
-
-
-def out_of_memory_message(
-    error: BaseException,
-    *,
-    rank: int,
-    step: int,
-    counts_LE: Tensor | None,
-    settings: Sequence[tuple[str, object]],
-) -> str:
-    """What to say when the device's memory ran out.
-
-    Args:
-        counts_LE: int [L, E], tokens per expert and layer of the last micro-batch that this process
-            finished.
-        settings: (section.key, present value) of what can be lowered, most effective first.
-    """
-    text = f"out of memory on process {rank} at step {step}: {str(error).splitlines()[0]}"
-    if counts_LE is not None:
-        counts_LE = counts_LE.float().cpu()
-        mean = counts_LE.mean().item()
-        worst = counts_LE.max().item()
-        layer, expert = divmod(int(counts_LE.argmax()), counts_LE.shape[1])
-        ratio = worst / mean if mean else 0.0
-        text += (
-            f". Tokens per expert of the last micro-batch: max {worst:.0f} (MoE layer {layer}, "
-            f"expert {expert}), mean {mean:.0f}, max/mean {ratio:.2f}"
-        )
-        if ratio > 2:
-            text += "; routing is skewed, so a larger router.balance_coef lowers the peak too"
-    lower = ", ".join(f"{name} (now {value})" for name, value in settings)
-    return f"{text}. To need less memory, lower or change: {lower}"
 
 
 def no_memory(error: RuntimeError) -> bool:
@@ -195,7 +161,7 @@ def _in_torch_distributed(error: BaseException) -> tuple[str, dist.ProcessGroup 
     return names[-1], group
 
 
-def tell(rank: int, error: BaseException, code: int) -> int:
+def report_error(rank: int, error: BaseException, code: int) -> int:
     """Print an error in one line on the error output; returns the exit code.
 
     All processes read the same config, so only the first tells of a mistake in it.
@@ -208,7 +174,7 @@ def tell(rank: int, error: BaseException, code: int) -> int:
     return code
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the program. Processes that failed do not wait for what may never answer."""
     try:
         sys.stdout.flush()

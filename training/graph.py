@@ -30,15 +30,23 @@ if TYPE_CHECKING:
 
 # (batches, targets, tokens) → tensors; the last two are scalars on the device.
 Work = Callable[["Sequence[Batch]", Tensor, Tensor], Any]
+# (work, batches on the device, targets, tokens) → what the work returns.
+Launch = Callable[[Work, "Sequence[Batch]", int, int], Any]
 
 FEWEST_DOCUMENTS = 16
+
+
+def launch_now(work: Work, batches: Sequence[Batch], targets: int, tokens: int) -> Any:
+    """The work as it is: every kernel is launched by the host."""
+    device = batches[0].tokens_BL.device
+    # Scalars on the device, as a graph needs them, so that both ways divide alike.
+    return work(batches, *(torch.full((), float(n), device=device) for n in (targets, tokens)))
 
 
 def computation(model: nn.Module) -> Hashable:
     """What fixes the computation of a step besides shapes: the state of the routers that
     `moe.control.begin_step` sets."""
-    fields = ("k", "fading", "select_by_ema", "capacity", "filling", "frozen", "sampling")
-    fields += ("exclusive",)
+    fields = ("k", "fading", "select_by_ema", "capacity", "frozen", "sampling", "exclusive")
     return tuple(tuple(getattr(router, f) for f in fields) for router in routers_of(model))
 
 
@@ -97,14 +105,18 @@ class StepGraph:
 
     WARMUP = 2
 
-    def __init__(self) -> None:
+    def __init__(self, computation: Callable[[], Hashable]) -> None:
+        """
+        Args:
+            computation: what fixes the computation of the next step besides shapes; another value
+                starts over.
+        """
+        self._current = computation
         self._forms: dict[Hashable, _Form] = {}
         self._computation: Hashable = None
         self._pool: Any = None
 
-    def run(
-        self, work: Work, batches: Sequence[Batch], targets: int, tokens: int, computation: Hashable
-    ) -> Any:
+    def run(self, work: Work, batches: Sequence[Batch], targets: int, tokens: int) -> Any:
         """What `work` returns: a tree of tensors that no later step changes.
 
         Args:
@@ -112,6 +124,7 @@ class StepGraph:
                 every step, but for what `computation` tells apart.
             batches: on the device.
         """
+        computation = self._current()
         if computation != self._computation:  # graphs of the past would keep their memory
             self._forms.clear()
             self._computation = computation

@@ -9,13 +9,19 @@ Shape letters: L MoE layers, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.balance import load_fractions
+from moe.control import routers_of
 from moe.metrics import DEAD_BELOW, RouterStats, evenness, relative_load
+from moe.surgery import Change
+from training.follower import Follower
+
+if TYPE_CHECKING:
+    from training.config.sections import Config
 
 ALARM_VIOLATION = 3.0
 """Largest load over the mean load, minus 1."""
@@ -25,24 +31,48 @@ ALARM_STEPS = 50
 """Steps without a break until violation or entropy raise an alarm."""
 ALARM_DEAD = 200
 """The same for an expert that is dead."""
+EARLY_STEPS = 200
+"""Steps at a run's start in which routers are still finding their balance."""
 
 
-class RoutingHealth:
-    """Counters of consecutive steps, float32 so that they travel with everything else.
+def early_until(warmup_steps: int) -> int:
+    """The step from which on an uneven load is a fault: before it most heal by themselves."""
+    return max(EARLY_STEPS, warmup_steps)
 
-    Attributes:
-        dead_LE: steps for which the expert has had less than a tenth of the mean load.
-        uneven_L: steps for which the layer's violation has been above `ALARM_VIOLATION`.
-        narrow_L: steps for which its load entropy has been below `ALARM_ENTROPY`.
-    """
+
+class HealthCounters(NamedTuple):
+    """Consecutive steps, float32 so that they travel with everything else."""
+
+    dead_LE: Tensor
+    """For which the expert has had less than a tenth of the mean load."""
+    uneven_L: Tensor
+    """For which the layer's violation has been above `ALARM_VIOLATION`."""
+    narrow_L: Tensor
+    """For which its load entropy has been below `ALARM_ENTROPY`."""
+
+
+class RoutingHealth(Follower):
+    """`HealthCounters` that follow every step."""
 
     def __init__(self, layers: int, experts: int, device: torch.device | str = "cpu") -> None:
         self.dead_LE = torch.zeros(layers, experts, device=device)
         self.uneven_L = torch.zeros(layers, device=device)
         self.narrow_L = torch.zeros(layers, device=device)
 
+    @staticmethod
+    def make(
+        config: Config, model: nn.Module, optimizer: object, device: torch.device, steps: int
+    ) -> RoutingHealth | None:
+        """None without experts."""
+        routers = routers_of(model)
+        if not routers:
+            return None
+        return RoutingHealth(len(routers), routers[0].config.num_experts, device)
+
+    def counters(self) -> HealthCounters:
+        return HealthCounters(self.dead_LE, self.uneven_L, self.narrow_L)
+
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: flat views to read from and load into."""
         return {
             "health/dead": self.dead_LE.view(-1),
             "health/uneven": self.uneven_L,
@@ -50,16 +80,11 @@ class RoutingHealth:
         }
 
     @torch.no_grad()
-    def update(self, stats: RouterStats, applied: Tensor | None = None) -> None:
-        """Follow a step; nothing is read back.
-
-        Args:
-            stats: [L, ...], of the whole step.
-            applied: 0 if the step was skipped: no counter moves.
-        """
+    def after_update(self, stats: RouterStats, applied: Tensor) -> None:
+        """No counter moves in a step that was skipped."""
         share_LE, experts = load_fractions(stats.counts_E), stats.experts
         even_L = evenness(torch.special.entr(share_LE).sum(-1), experts)
-        counts = stats.tokens > 0 if applied is None else (stats.tokens > 0) & (applied > 0)
+        counts = (stats.tokens > 0) & (applied > 0)
         for counter, holds in (
             (self.dead_LE, relative_load(stats) < DEAD_BELOW),
             (self.uneven_L, share_LE.amax(-1) * experts - 1 > ALARM_VIOLATION),
@@ -68,8 +93,11 @@ class RoutingHealth:
             counted = counts.view(-1, *(1,) * (counter.dim() - 1))
             counter.copy_(torch.where(counted, torch.where(holds, counter + 1, 0.0), counter))
 
+    def expert_changed(self, change: Change, step: int) -> None:
+        self.dead_LE[change.layer, change.expert] = 0.0
+
     def metrics(self) -> dict[str, Tensor]:
-        """Per layer, on the device: the longest time that an expert has been dead, and how many
+        """Per layer: the longest time that an expert has been dead, and how many
         have been for `ALARM_DEAD` steps."""
         return {
             "dead_steps": self.dead_LE.amax(-1).double(),
@@ -93,7 +121,7 @@ class Alarms:
         steps, early, text.
 
         Args:
-            early: the run has only begun (`training.report.run_log.early_until`).
+            early: the run has only begun (`early_until`).
         """
         faults: dict[str, list[tuple[int, int]]] = {
             "imbalance": _lasting(uneven_L, ALARM_STEPS),

@@ -46,27 +46,27 @@ class Probe:
     def __init__(self, model: Decoder, batch: Batch | None, world: World) -> None:
         """
         Args:
-            batch: on the model's device; None: the first that is `offered`.
+            batch: on the model's device; None: the first that `set_batch_if_missing` gets.
         """
         self.model, self.world = model, world
         self.batch = batch
         self.before: list[Tensor] | None = None
         self.any_experts = bool(routers_of(model))
         if batch is not None and self.any_experts:
-            self.before, _ = self._ask()  # of the start, or of the checkpoint that was loaded
+            self.before, _ = self.run_forward()  # of the start, or the loaded checkpoint
 
-    def offer(self, batch: Batch, device: torch.device) -> None:
+    def set_batch_if_missing(self, batch: Batch, device: torch.device) -> None:
         """A batch to take if there is none yet."""
         if self.batch is None:
             self.batch = batch.to(device)
             if self.any_experts:
-                self.before, _ = self._ask()
+                self.before, _ = self.run_forward()
 
-    def look(self) -> None:
-        """Compare with the model as it is now: it was changed by hand, and a run that goes on from
-        here would do so too."""
+    def refresh_baseline(self) -> None:
+        """Compare with the model as it is now: it was changed between steps, and a run that resumes
+        from here would do so too."""
         if self.before is not None:
-            self.before, _ = self._ask()
+            self.before, _ = self.run_forward()
 
     @torch.no_grad()
     def churn(self) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ class Probe:
         as a scalar on the device; empty without experts."""
         if self.before is None:
             return {}
-        now, _ = self._ask()
+        now, _ = self.run_forward()
         pairs = [torch.stack(changed_pairs(*layer)) for layer in zip(self.before, now)]
         self.before = now
         changed, total = sum_(self.world, torch.stack(pairs).double().sum(dim=0))
@@ -115,7 +115,7 @@ class Probe:
         for layer in layers:
             layer.compute = measured(layer, layer.compute)
         try:
-            self._ask()
+            self.run_forward()
         finally:
             for layer in layers:
                 del layer.compute
@@ -144,14 +144,14 @@ class Probe:
         """
         if self.batch is None:
             return None
-        ours, logits = self._ask()
+        ours, logits = self.run_forward()
         with exported(self.model, selection_bias):
-            theirs, other_logits = self._ask()
+            theirs, other_logits = self.run_forward()
         # written so that a NaN differs
         same = [(a == b).all() for a, b in zip([*ours, logits], [*theirs, other_logits])]
         return bool(sum_(self.world, (~torch.stack(same)).sum().double()))
 
-    def _ask(self) -> tuple[list[Tensor], Tensor]:
+    def run_forward(self) -> tuple[list[Tensor], Tensor]:
         """Experts [T, K] of each layer with experts, and the logits of each row's last token."""
         batch = self.batch
         trace = RoutingTrace(self.model) if self.any_experts else None

@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from parallel import World, from_main
 from training.checkpoint.files import candidates, newest, read_state
 from training.config.load import ConfigError
 from training.data.lock import disk_errors
-from training.report.run_log import EVENTS, METRICS, holds_run, read_lines
+from training.report.files import EVENTS, METRICS, holds_run, read_lines
 
 if TYPE_CHECKING:
     from training.config.sections import Config
@@ -38,18 +38,6 @@ if TYPE_CHECKING:
 # knows by content, so files may move.
 FIXED = ("model", "run.seed", "surgery.start_experts")
 FREE = ("model.kernels", "model.save", "model.hf_config", "model.init_from", "model.init")
-
-
-@dataclass
-class Progress:
-    """How far a run is."""
-
-    step: int = 0
-    """Finished steps, skipped ones included."""
-    tokens: int = 0
-    """Valid tokens in them."""
-    position: dict[str, Any] = field(default_factory=dict)
-    """State of the data after them."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +53,16 @@ class Run:
     """One sentence for each newer folder that is no complete checkpoint."""
     changed: tuple[str, ...] = ()
     """Settings that differ from the checkpoint's, as "key: old → new"."""
+    step: int = 0
+    """Steps that were finished when the checkpoint was made."""
+    tokens: int = 0
+    """Valid tokens in them."""
+    position: dict[str, Any] | None = None
+    """State of the data after them; None at the start."""
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
-
-    def progress(self) -> Progress:
-        """How far the run was when the checkpoint was made."""
-        if self.checkpoint is None:
-            return Progress()
-        state = read_state(self.checkpoint)
-        return Progress(state["step"], state["tokens"], state["data"])
 
 
 def open_run(config: Config, world: World) -> Run:
@@ -113,7 +100,17 @@ def open_run(config: Config, world: World) -> Run:
                 f"{folder} is to resume from {checkpoint.name}, but these settings cannot change "
                 f"in a run: {'; '.join(refused)}. Set them back, or give another run.name"
             )
-    return Run(folder, attempt, checkpoint, tuple(passed_over), tuple(changed))
+    saved = {} if checkpoint is None else read_state(checkpoint)
+    return Run(
+        folder,
+        attempt,
+        checkpoint,
+        tuple(passed_over),
+        tuple(changed),
+        step=saved.get("step", 0),
+        tokens=saved.get("tokens", 0),
+        position=saved.get("data"),
+    )
 
 
 def _refuse_damaged(root: Path, passed_over: Sequence[str], world: World) -> None:
@@ -175,7 +172,7 @@ def release() -> None:
     _made.clear()
 
 
-def withdraw() -> None:
+def discard_new_run_folder() -> None:
     """Undo `open_run` after a start that failed: a folder that it made goes, with all in it."""
     for folder in _made:
         shutil.rmtree(folder, ignore_errors=True)

@@ -15,6 +15,7 @@ made all the same, of the weights alone. Nothing is read back.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,12 @@ from torch import Tensor
 from moe.layer import MoE
 from moe.sparse.dynamic import DynamicMask, MaskSchedule
 from training.config.export_compat import mask_steps
+from training.config.load import ConfigError
+from training.follower import Follower
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
+    from moe.metrics import RouterStats
     from training.config.sections import Config
     from training.optim.master import MasterAdamW
 
@@ -46,10 +50,11 @@ def mask_schedule(config: Config, steps: int) -> MaskSchedule:
     )
 
 
-class Sparsity:
+class Sparsity(Follower):
     """The masks of a model's experts.
 
     Attributes:
+        step: the one that is prepared or at work.
         masks: by the name of the parameter.
     """
 
@@ -64,9 +69,18 @@ class Sparsity:
         self.masks = {name: DynamicMask(w, schedule) for name, w in self.weights.items()}
         self._gradients: dict[str, Tensor] = {}
         self._cleared = False  # hidden weights and moments are known to be zero
+        self.step = 1
+
+    @staticmethod
+    def make(
+        config: Config, model: Decoder, optimizer: MasterAdamW, device: torch.device, steps: int
+    ) -> Sparsity | None:
+        """None where no masks are asked for."""
+        if config.train.sparse_density is None:
+            return None
+        return Sparsity(model, optimizer, mask_schedule(config, steps))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: flat views to read from and load into."""
         return {f"masks/{name}": mask.keep.view(-1) for name, mask in self.masks.items()}
 
     def hard(self, step: int) -> bool:
@@ -75,8 +89,8 @@ class Sparsity:
         return step > (s.start if s.method == "regrow" else s.until)
 
     @torch.no_grad()
-    def begin(self, step: int) -> None:
-        """Between steps, before step `step`: what it, and evaluation, will compute with."""
+    def prepare_step(self, step: int) -> None:
+        self.step = step
         hard = self.hard(step)
         soft = step > self.schedule.start and not hard
         for name, layer in self.layers:
@@ -90,9 +104,8 @@ class Sparsity:
             self._cleared = True
 
     @torch.no_grad()
-    def before_update(self, step: int) -> None:
-        """Between the last backward pass and the optimizer's step."""
-        due, hard = self.schedule.due(step), self.hard(step)
+    def before_update(self) -> None:
+        due, hard = self.schedule.due(self.step), self.hard(self.step)
         if not (hard or (due and self.schedule.method == "regrow")):
             return
         gradients = self.optimizer.gradient_views()
@@ -103,12 +116,8 @@ class Sparsity:
                 self._clear(name, gradients[name])
 
     @torch.no_grad()
-    def after_update(self, step: int, applied: Tensor) -> None:
-        """After the optimizer's step.
-
-        Args:
-            applied: scalar on the device; 0 if the step was skipped.
-        """
+    def after_update(self, stats: RouterStats | None, applied: Tensor) -> None:
+        step = self.step
         if not self.schedule.due(step):
             return
         held = self.optimizer.tensors()
@@ -129,7 +138,15 @@ class Sparsity:
 
     @torch.no_grad()
     def metrics(self) -> dict[str, Tensor]:
-        """Share of the experts' weights that is kept, a scalar on the device."""
+        """Share of the experts' weights that is kept."""
         kept = [mask.entries(self.weights[name]).sum() for name, mask in self.masks.items()]
         total = sum(weight.numel() for weight in self.weights.values())
         return {"weight_density": torch.stack(kept).sum().double() / total}
+
+    def start_late(self, checkpoint: Path, step: int) -> None:
+        if step >= self.schedule.last:
+            raise ConfigError(
+                f"train.sparse_density is set, but {checkpoint} at step {step} has no masks and "
+                f"the last one is made after step {self.schedule.last}; give a train.sparse_until "
+                f"above {step}"
+            )

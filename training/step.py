@@ -1,5 +1,4 @@
-"""The pieces of a training step: forward and backward over micro-batches, and what a log step
-reads.
+"""A training step: forward and backward over the micro-batches, the update, and what follows it.
 
 Normalisation. With m running over all micro-batches of a step on all processes, a step's loss is
 
@@ -10,23 +9,21 @@ processes and are never averaged, so loss and gradients do not depend on how the
 micro-batch without any target adds zero; a step without any target anywhere is left out by all
 processes alike.
 
-Nothing here reads device memory back, except `read_window` at log steps (one transfer).
+Nothing here reads device memory back.
 
-Shape letters: L MoE layers, E experts, W steps of the window.
+Shape letters: L MoE layers, E experts.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from moe import control
 from moe.balance import (
     attach_loss,
     auxiliary_loss,
@@ -36,21 +33,47 @@ from moe.balance import (
     z_loss,
 )
 from moe.control import needs_update, routers_of, stacked, update_routers
-from moe.metrics import RouterStats, layer_metrics, model_metrics, pack, to_host
-from parallel import World, agree, gather, sum_
+from moe.metrics import RouterStats, pack
+from parallel import World, agree, sum_
 from training.device import untouched_rng
-from training.graph import StepGraph, computation
+from training.follower import Follower
+from training.graph import Launch, launch_now
 from training.optim.master import TERMS, MasterAdamW, Outcome
 
 if TYPE_CHECKING:
+    from models.transformer import Decoder
     from parallel.engine import Engine
     from training.config.router import RouterConfig
     from training.data import Batch
-    from training.health import RoutingHealth
-    from training.sparsity import Sparsity
-    from training.surgery.importance import Worth
 
-REASONS = {1: "not finite", 2: "spike", 3: "after a stop"}
+F = TypeVar("F", bound=Follower)
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """A model, what trains it, and how far it is: all that a step needs and changes."""
+
+    model: Decoder
+    """The model itself: its config, its buffers, and what evaluation calls."""
+    forward: nn.Module
+    """What a step calls: the model, or an engine's wrapper around it."""
+    optimizer: MasterAdamW | Engine
+    router: RouterConfig
+    world: World
+    device: torch.device
+    learning_rate: Callable[[int], float]
+    """Of a step by its number, from 1."""
+    followers: Sequence[Follower] = ()
+    launch: Launch = launch_now
+    """Does the device's work of a step, or replays it."""
+    step: int = 0
+    """Steps begun; between two steps all of them are finished, skipped ones included."""
+    tokens: int = 0
+    """Valid tokens in the finished steps."""
+
+    def follower(self, kind: type[F]) -> F | None:
+        """The follower of this class, if the run has one."""
+        return next((each for each in self.followers if isinstance(each, kind)), None)
 
 
 @dataclass(frozen=True)
@@ -65,16 +88,7 @@ class StepTotals:
     """Some process was asked to stop."""
 
 
-def agree_on_step(world: World, batches: Sequence[Batch], stop: bool) -> StepTotals:
-    """One small exchange in host memory: the divisors of the loss, and whether to stop before
-    it."""
-    targets = sum(batch.num_targets for batch in batches)
-    tokens = sum(batch.num_tokens for batch in batches)
-    targets, tokens, stops = agree(world, [targets, tokens, int(stop)])
-    return StepTotals(targets, tokens, stops > 0)
-
-
-@dataclass
+@dataclass(frozen=True)
 class StepResult:
     """What a step leaves on the device until the next log step."""
 
@@ -91,99 +105,49 @@ class StepResult:
     """Sums over the micro-batches of all processes; [L, E] and [L]."""
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: MasterAdamW | Engine,
-    batches: Sequence[Batch],
-    totals: StepTotals,
-    *,
-    step: int,
-    lr: float,
-    router: RouterConfig,
-    world: World,
-    device: torch.device,
-    keep: LastCounts | None = None,
-    health: RoutingHealth | None = None,
-    graph: StepGraph | None = None,
-    sparsity: Sparsity | None = None,
-    worth: Worth | None = None,
-) -> StepResult:
-    """One optimizer step over this process's micro-batches; all processes call it alike.
+def agree_on_step(world: World, batches: Sequence[Batch], stop: bool) -> StepTotals:
+    """One small exchange in host memory: the divisors of the loss, and whether to stop before
+    it."""
+    targets = sum(batch.num_targets for batch in batches)
+    tokens = sum(batch.num_tokens for batch in batches)
+    targets, tokens, stops = agree(world, [targets, tokens, int(stop)])
+    return StepTotals(targets, tokens, stops > 0)
 
-    Args:
-        model: what is called for forward, `Trainee.forward`.
-        optimizer: of one process, or the engine that shards model and optimizer over several.
-        step: number of the step, from 1, for the records.
-        keep: holds the last finished micro-batch's tokens per expert, in case memory runs out.
-        health: counters that follow the step.
-        graph: replays the device's work instead of launching it (one process).
-        sparsity: masks of the experts' weights.
-        worth: averages that do.
-    """
-    batches = [batch.to(device, non_blocking=True) for batch in batches]
-    work_LE = relative_work(model, router, device)
-    optimizer.routers_frozen = any(router.frozen for router in routers_of(model))
 
-    def gradients(batches: Sequence[Batch], targets: Tensor, tokens: Tensor) -> RouterStats | None:
-        """Forward and backward of all micro-batches; the sum of their statistics."""
-        optimizer.zero_grad()
-        stats: RouterStats | None = None
-        # Without a loss that compares with a load, none has to be found.
-        scope = router.balance_scope if router.balance_coef else "micro"
-        load_LE = load_before(model, batches, scope, world)
-        for number, batch in enumerate(batches, 1):
-            with optimizer.micro_batch(last=number == len(batches)):
-                out = model(batch.tokens_BL, **batch.model_kwargs)
-                terms = [out.loss_sum / targets]
-                loss = terms[0]
-                if out.router is not None:
-                    seen = out.router.detach()
-                    stats = seen if stats is None else stats.plus(seen)
-                    if scope == "global" and load_LE is None:
-                        load_LE = sum_(world, seen.counts_E.clone())
-                    auxiliary, values = router_losses(out.router, tokens, router, load_LE, work_LE)
-                    loss = attach_loss(loss, auxiliary)
-                    terms += values
-                    if keep is not None:
-                        keep.counts_LE = seen.counts_E
-                optimizer.backward(loss)
-            optimizer.terms[: len(terms)] += torch.stack(terms).detach()
-        if worth is not None:
-            worth.before_update()
-        return stats
+def begin_step(state: TrainState) -> list[str]:
+    """Go on to the next step; one sentence for each change of the routing from it on."""
+    state.step += 1
+    return control.begin_step(state.model, state.step)
 
-    if graph is None:
-        # On the device, as a graph needs them: so both divide in the same way.
-        targets, tokens = (
-            torch.full((), float(total), device=device) for total in (totals.targets, totals.tokens)
-        )
-        stats = gradients(batches, targets, tokens)
-        if sparsity is not None:
-            sparsity.before_update(step)
-        outcome = optimizer.step(lr)
-        if sparsity is not None:
-            sparsity.after_update(step, 1 - outcome.skipped)
-    else:
-        optimizer.set_lr(lr)
-        stats, outcome = graph.run(
-            lambda *given: (gradients(*given), optimizer.update()),
-            batches,
-            totals.targets,
-            totals.tokens,
-            computation(model),
-        )
+
+def train_step(state: TrainState, batches: Sequence[Batch], totals: StepTotals) -> StepResult:
+    """One optimizer step over this process's micro-batches; all processes call it alike."""
+    optimizer = state.optimizer
+    batches = [batch.to(state.device, non_blocking=True) for batch in batches]
+    lr = state.learning_rate(state.step)
+    optimizer.routers_frozen = any(router.frozen for router in routers_of(state.model))
+    optimizer.set_lr(lr)
+
+    def work(
+        batches: Sequence[Batch], targets: Tensor, tokens: Tensor
+    ) -> tuple[RouterStats | None, Outcome]:
+        stats = forward_backward(state, batches, targets, tokens)
+        for follower in state.followers:
+            follower.before_update()
+        return stats, optimizer.update()
+
+    stats, outcome = state.launch(work, batches, totals.targets, totals.tokens)
+    applied = 1 - outcome.skipped
     if stats is not None:
-        stats, applied = _over_processes(stats, world), 1 - outcome.skipped
-        if not router.balance_coef:  # nothing but a number to watch: that of the whole step
+        stats = _over_processes(stats, state.world)
+        if not state.router.balance_coef:  # nothing but a number to watch: that of the whole step
             optimizer.terms[TERMS.index("balance_loss")] = balance_loss(stats).mean()
-        if needs_update(model):
-            update_routers(model, stats, step=step, applied=applied)
-        if health is not None:
-            health.update(stats, applied)
-        if worth is not None:
-            worth.update(stats, applied)
+        if needs_update(state.model):
+            update_routers(state.model, stats, step=state.step, applied=applied)
+    for follower in state.followers:
+        follower.after_update(stats, applied)
     return StepResult(
-        step=step,
+        step=state.step,
         lr=lr,
         tokens=totals.tokens,
         rows=[row for batch in batches for row in batch.rows],
@@ -191,6 +155,57 @@ def train_step(
         groups=tuple(group.metric for group in optimizer.groups),
         stats=stats,
     )
+
+
+def end_step(state: TrainState, totals: StepTotals) -> None:
+    """After a step, trained or left out."""
+    state.tokens += totals.tokens
+    for follower in state.followers:
+        follower.prepare_step(state.step + 1)
+
+
+def prepare_evaluation(state: TrainState) -> None:
+    """After a model was loaded, or made: compute as after the last finished step."""
+    control.begin_step(state.model, max(1, state.step))
+    for follower in state.followers:
+        follower.prepare_step(state.step + 1)
+
+
+def forward_backward(
+    state: TrainState, batches: Sequence[Batch], targets: Tensor, tokens: Tensor
+) -> RouterStats | None:
+    """Losses and gradients of all micro-batches, into the optimizer; the sum of their router
+    statistics, None without experts.
+
+    Args:
+        batches: on the device.
+        targets, tokens: of the whole step, scalars on the device.
+    """
+    model, optimizer, router = state.forward, state.optimizer, state.router
+    optimizer.zero_grad()
+    work_LE = relative_work(model, router, state.device)
+    # Without a loss that compares with a load, none has to be found.
+    scope = router.balance_scope if router.balance_coef else "micro"
+    load_LE = load_before(model, batches, scope, state.world)
+    stats: RouterStats | None = None
+    for number, batch in enumerate(batches, 1):
+        with optimizer.micro_batch(last=number == len(batches)):
+            out = model(batch.tokens_BL, **batch.model_kwargs)
+            terms = [out.loss_sum / targets]
+            loss = terms[0]
+            if out.router is not None:
+                seen = out.router.detach()
+                stats = seen if stats is None else stats.plus(seen)
+                if scope == "global" and load_LE is None:
+                    load_LE = sum_(state.world, seen.counts_E.clone())
+                auxiliary, values = router_losses(out.router, tokens, router, load_LE, work_LE)
+                loss = attach_loss(loss, auxiliary)
+                terms += values
+                for follower in state.followers:
+                    follower.after_forward(seen)
+            optimizer.backward(loss)
+        optimizer.terms[: len(terms)] += torch.stack(terms).detach()
+    return stats
 
 
 def _over_processes(stats: RouterStats, world: World) -> RouterStats:
@@ -271,149 +286,3 @@ def load_before(
             seen = out.router.counts_E
             counts_LE = seen if counts_LE is None else counts_LE + seen
     return sum_(world, counts_LE)
-
-
-@dataclass
-class LastCounts:
-    """Tokens per expert of the last micro-batch that went through the model."""
-
-    counts_LE: Tensor | None = None
-
-
-# --- time ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pace:
-    """Speed of training proper: time spent on evaluation and saving does not count."""
-
-    started: float = field(default_factory=time.perf_counter)
-    paused: float = 0.0
-    laps: int = 0
-    steps: int = 0  # of all laps but the first
-    seconds: float = 0.0  # likewise
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Time inside is not training time."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.paused += time.perf_counter() - start
-
-    def lap(self, steps: int) -> tuple[float, float]:
-        """Seconds since the last lap, and seconds per step to expect from here on."""
-        now = time.perf_counter()
-        seconds = max(now - self.started - self.paused, 1e-9)
-        self.started, self.paused = now, 0.0
-        self.laps += 1
-        # The first lap holds compilation and warm-up; it is used only until there is another.
-        if self.laps == 1:
-            return seconds, seconds / steps
-        self.steps += steps
-        self.seconds += seconds
-        return seconds, self.seconds / self.steps
-
-
-# --- log steps ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A step of the window that was not applied."""
-
-    step: int
-    reason: str
-    loss: float
-    grad_norm: float
-    lr: float
-    rows: list[list[int]]
-    """[source, epoch, row] of all rows of the step over all processes."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """What a log step reads of the steps since the last one."""
-
-    metrics: dict[str, Any]
-    """Of the last step."""
-    skipped: list[Skipped]
-    losses: dict[int, float]
-    """Step → its loss."""
-    counts_LE: Tensor | None = None
-    """Tokens per expert in the last step, on the host; None without experts."""
-    health: dict[str, Tensor] = field(default_factory=dict)
-    """`RoutingHealth.tensors` on the host."""
-
-
-def read_window(
-    window: Sequence[StepResult],
-    world: World,
-    skipped_total: Tensor,
-    extra: Mapping[str, Tensor] | None = None,
-    health: RoutingHealth | None = None,
-) -> Window:
-    """The numbers of the steps since the last log step; all processes call it alike.
-
-    The one place that waits for the device: everything comes over in one transfer.
-
-    Args:
-        extra: further metrics, scalars on the device.
-    """
-    last = window[-1]
-    layers: dict[str, Tensor] = {}
-    if last.stats is not None:
-        layers = layer_metrics(last.stats) | (health.metrics() if health is not None else {})
-    numbers_W, layers, whole, total, extra, counts_LE, counters = to_host(
-        (
-            torch.stack([result.numbers for result in window]),
-            layers,
-            model_metrics(layers),
-            skipped_total,
-            dict(extra or {}),
-            last.stats.counts_E if last.stats is not None else None,
-            health.tensors() if health is not None else {},
-        )
-    )
-    names = [*TERMS, *Outcome._fields, *last.groups]
-    table = [dict(zip(names, row)) for row in numbers_W.tolist()]
-    metrics: dict[str, Any] = {
-        "step": last.step,
-        "loss": table[-1]["loss"],
-        "grad_norm": table[-1]["grad_norm"],
-        **{name: table[-1][name] for name in last.groups},
-        "skipped_steps": int(total),
-    }
-    if layers:
-        metrics |= {name: value.item() for name, value in whole.items()}
-        metrics |= {name: table[-1][name] for name in ("balance_loss", "z_loss")}
-        metrics |= {
-            f"layers/{layer}/{name}": value
-            for name, values in layers.items()
-            for layer, value in enumerate(values.tolist())
-        }
-    metrics |= {name: value.item() for name, value in extra.items()}
-    losses = {result.step: row["loss"] for result, row in zip(window, table)}
-    bad = [(result, row) for result, row in zip(window, table) if row["reason"]]
-    if not bad:
-        return Window(metrics, [], losses, counts_LE, counters)
-    # All processes see the same reasons, so all come here or none.
-    parts = gather(world, [result.rows for result, _ in bad])
-    skipped = [
-        Skipped(
-            step=result.step,
-            reason=REASONS[int(row["reason"])],
-            loss=row["loss"],
-            grad_norm=row["grad_norm"],
-            lr=result.lr,
-            rows=[list(place) for part in parts for place in part[number]],
-        )
-        for number, (result, row) in enumerate(bad)
-    ]
-    return Window(metrics, skipped, losses, counts_LE, counters)
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that is too large for a float."""
-    return math.exp(loss) if loss < 700 else math.inf

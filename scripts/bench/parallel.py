@@ -62,11 +62,11 @@ from scripts.bench.harness import (
     wait,
 )
 from scripts.bench.train import TEXT, balance, one_step, text_batches
-from training.assemble import make_trainee, model_config
+from training.assemble import make_train_state, model_config
 from training.config.build import Config, Plan, load_config, make_plan
 from training.config.load import expand_home
 from training.data import Batch, load_tokenizer
-from training.step import read_window
+from training.report.window import read_window
 
 MODES = {
     "whole, pull": {"schedule": "whole", "transport": "pull"},
@@ -321,12 +321,11 @@ def bench_engine(
     device = torch.device(plan.device, world.local_rank if plan.device == "cuda" else None)
     started = time.perf_counter()
     tokenizer = load_tokenizer(config.data, Path(folder) / f"tokenizer_{world.rank}")
-    trainee = make_trainee(
-        config, model_config(config, tokenizer), plan, device, steps=config.train.steps or 1000
-    )
+    architecture, total = model_config(config, tokenizer), config.train.steps or 1000
+    state = make_train_state(config, architecture, plan, world, device, steps=total)
     if balanced:
-        balance(trainee.model)
-    step = one_step(trainee, config, world, device, config.optim.lr)
+        balance(state.model)
+    step = one_step(state, config.optim.lr)
     given = text_batches(config, plan, tokenizer, steps + 2, world)
     building = time.perf_counter() - started
     times: list[float] = []
@@ -338,7 +337,7 @@ def bench_engine(
         result = step(number, batches)
         wait(device)
         times.append(time.perf_counter() - start)
-        metrics = read_window([result], world, trainee.optimizer.guard.skipped).metrics
+        metrics = read_window(state, [result]).metrics
         return metrics["loss"], metrics["grad_norm"]
 
     losses = []
@@ -353,21 +352,21 @@ def bench_engine(
     seconds = statistics.median(times[2:])
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if plan.device == "cuda" else None
     row: dict[str, Any] = {
-        "engine": type(trainee.optimizer).__name__,
+        "engine": type(state.optimizer).__name__,
         "building s": building,
         "step s": seconds,
         "tokens/s": plan.tokens_per_step / seconds,
         "peak GiB": memory,
     }
     if exposed:
-        row |= _exposed(trainee, train, given, times, seconds, plan)
+        row |= _exposed(state, train, given, times, seconds, plan)
     return row | {"losses": " ".join(f"{loss:.5f}" for loss in losses)}
 
 
-def _exposed(trainee, train, given, times: list[float], seconds: float, plan: Plan) -> dict:
+def _exposed(state, train, given, times: list[float], seconds: float, plan: Plan) -> dict:
     """What steps would take if rows arrived at once, what the exchanges take alone, and so the
     share that is hidden. The weights are of no use afterwards."""
-    layers = [m for m in trainee.model.modules() if isinstance(m, ParallelExperts)]
+    layers = [m for m in state.model.modules() if isinstance(m, ParallelExperts)]
     inner, mesh = layers[0].transport, layers[0].mesh
     free = Free(inner)
     for layer in layers:
@@ -379,7 +378,7 @@ def _exposed(trainee, train, given, times: list[float], seconds: float, plan: Pl
     chunks = layers[0].cut.num_steps
     pairs = free.starts / len(given) / 2 / chunks
     rows = round(free.rows / free.starts * chunks)
-    width = trainee.model.config.hidden_size
+    width = state.model.config.hidden_size
     x = torch.zeros(1, width, device=mesh.device, dtype=getattr(torch, plan.dtype))
     options = layers[0].options
     ahead = mesh.device.type == "cuda" and options.schedule == "whole"

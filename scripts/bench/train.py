@@ -57,12 +57,12 @@ from scripts.bench.harness import (
     release,
     step_seconds,
 )
-from training.assemble import Trainee, make_trainee, model_config
+from training.assemble import make_train_state, model_config
 from training.config.build import Config, Plan, load_config, make_plan
 from training.data import Batch, TextTokenizer, build_data, load_tokenizer
 from training.device import peak_flops
 from training.estimate.flops import flops_per_token
-from training.step import StepResult, agree_on_step, train_step
+from training.step import StepResult, TrainState, agree_on_step, train_step
 
 COLUMNS = "name:38s | tok/s:,.0f | step s:.4f | MFU:6.1% | memory GiB:.1f"
 TEXT = (
@@ -108,18 +108,14 @@ def balance(model: nn.Module) -> None:
             module.routing_hook = force_balance
 
 
-def one_step(
-    trainee: Trainee, config: Config, world: World, device: torch.device, lr: float
-) -> Callable[[int, list[Batch]], StepResult]:
+def one_step(state: TrainState, lr: float) -> Callable[[int, list[Batch]], StepResult]:
     """The trainer's step as a function of its number, from 1, and its micro-batches."""
-    begin_step(trainee.model, 1)
+    begin_step(state.model, 1)
+    state.learning_rate = lambda _: lr
 
     def step(number: int, batches: list[Batch]) -> StepResult:
-        return train_step(
-            trainee.forward, trainee.optimizer, batches, agree_on_step(world, batches, False),
-            step=number, lr=lr, router=config.router, world=world, device=device,
-            graph=trainee.graph,
-        )  # fmt: skip
+        state.step = number
+        return train_step(state, batches, agree_on_step(state.world, batches, False))
 
     return step
 
@@ -160,10 +156,11 @@ def bench_ours(
 ) -> None:
     architecture, device = model_config(config, tokenizer), torch.device(plan.device)
     with mock.patch("training.assemble.init_weights", draw_on_device):
-        trainee = make_trainee(config, architecture, plan, device, steps=config.train.steps or 1000)
+        total = config.train.steps or 1000
+        state = make_train_state(config, architecture, plan, World(), device, steps=total)
     if balanced:
-        balance(trainee.model)
-    train = one_step(trainee, config, World(), device, lr=1e-5)
+        balance(state.model)
+    train = one_step(state, lr=1e-5)
 
     def step(number: int) -> None:
         train(number + 1, steps[number % len(steps)])

@@ -32,7 +32,8 @@ from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointError, Saver, Snapshot, damage, load_tensors, newest
 from training.evaluate import validate
 from training.optim.master import TERMS, MasterAdamW, StepGuard, parameter_groups
-from training.step import agree_on_step, read_window, train_step
+from training.report.window import read_window
+from training.step import agree_on_step, train_step
 
 CPU = torch.device("cpu")
 
@@ -84,30 +85,20 @@ def build(world: World):
 
 def step(world: World, batches, setting, number: int = 1, poisoned: bool = False):
     """One step of this process's batches: gradients by name (this process's parts), the result, the
-    optimizer."""
+    state."""
     model, optimizer = build(world)
     if poisoned:
         model.forward = alone._nan_after(model.forward)
-    update, gradients = optimizer.step, {}
+    update, gradients = optimizer.update, {}
 
-    def watched(lr: float):
+    def watched():
         gradients.update(optimizer.gradients())
-        return update(lr)
+        return update()
 
-    optimizer.step = watched
-    totals = agree_on_step(world, batches, stop=False)
-    result = train_step(
-        model,
-        optimizer,
-        batches,
-        totals,
-        step=number,
-        lr=0.01,
-        router=setting,
-        world=world,
-        device=CPU,
-    )
-    return gradients, result, optimizer
+    optimizer.update = watched
+    state = alone.state_of(model, optimizer, setting, step=number, world=world)
+    result = train_step(state, batches, agree_on_step(world, batches, stop=False))
+    return gradients, result, state
 
 
 def assert_equal_steps(got, expected) -> None:
@@ -165,12 +156,12 @@ def auxiliary_losses(world: World) -> None:
 def one_bad_rank(world: World) -> None:
     """NaN on the second process alone: both skip, both know why, and the batch is named in full."""
     mine, _ = halves(world, alone.rows(), 4)
-    _, result, optimizer = step(world, mine, alone.router(), number=7, poisoned=world.rank == 1)
+    _, result, state = step(world, mine, alone.router(), number=7, poisoned=world.rank == 1)
     _, untouched = alone.build()
     before = {n: t for n, t in untouched.tensors().items() if n != "guard/skipped"}
-    after = {n: t for n, t in optimizer.tensors().items() if n != "guard/skipped"}
+    after = {n: t for n, t in state.optimizer.tensors().items() if n != "guard/skipped"}
     assert tiny.difference(after, before, 0.0) == ""
-    read = read_window([result], world, optimizer.guard.skipped)
+    read = read_window(state, [result])
     assert read.metrics["skipped_steps"] == 1
     (bad,) = read.skipped
     assert (bad.step, bad.reason) == (7, "not finite")

@@ -22,7 +22,7 @@ import pytest
 
 from tests import processes
 from tests.training.tiny import write_inputs
-from training.report.run_log import read_lines, read_metrics
+from training.report.files import read_lines, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 # So many kills in one run; more of them by hand.

@@ -56,6 +56,9 @@ class Keep:
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
 
+    def set_lr(self, lr):
+        self.lr = lr
+
     def micro_batch(self, last):
         return nullcontext()
 
@@ -63,12 +66,12 @@ class Keep:
         loss.backward()
 
     @torch.no_grad()
-    def step(self, lr):
+    def update(self):
         for tensor in [self.terms, *(p.grad for p in self.parameters.values())]:
             if self.world.size > 1:
                 dist.all_reduce(tensor)
         for parameter in self.parameters.values():
-            parameter -= lr * parameter.grad
+            parameter -= self.lr * parameter.grad
         zero = torch.zeros((), dtype=torch.float64)
         return Outcome(zero, zero, zero)
 
@@ -126,10 +129,8 @@ def steps(
         begin_step(model, step)
         now = batches * repeats if step == 1 else batches
         totals = agree_on_step(world, now, stop=False)
-        train_step(
-            model, optimizer, now, totals, step=step, lr=0.3, router=router, world=world,
-            device=alone.CPU,
-        )  # fmt: skip
+        state = alone.state_of(model, optimizer, router, step=step, lr=0.3, world=world)
+        train_step(state, now, totals)
     found = {"balance": optimizer.terms[1:2].clone()}
     for name, kind in parameter_kinds(model).items():
         if kind == "router":

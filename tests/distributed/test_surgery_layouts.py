@@ -11,7 +11,7 @@ import torch
 from tests.processes import start_training
 from tests.training.tiny import write_inputs
 from training.checkpoint.files import read_weights
-from training.report.run_log import read_lines, read_metrics
+from training.report.files import read_lines, read_metrics
 
 EVENTS = (
     "surgery.events=[{step: 2, kind: clone, layer: 0}, {step: 3, kind: retire, layer: 0}, "

@@ -12,7 +12,7 @@ import torch
 from tests.processes import start_training
 from tests.training.tiny import write_inputs
 from training.checkpoint.files import read_weights
-from training.report.run_log import read_lines, read_metrics
+from training.report.files import read_lines, read_metrics
 
 STEPS, SAVED = 8, 4
 FIRST = ("parallel.nodes=2", "parallel.expert=2")

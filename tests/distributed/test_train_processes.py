@@ -22,7 +22,7 @@ from tests.training.tiny import MODEL, write_inputs
 from training.checkpoint.files import read_state, read_weights
 from training.checkpoint.weights import save_weights
 from training.data.tokenizer import read_tokenizer
-from training.report.run_log import read_lines, read_metrics
+from training.report.files import read_lines, read_metrics
 
 STEPS = 24
 ENGINES = ["fsdp2"] + ["deepspeed"] * (importlib.util.find_spec("deepspeed") is not None)

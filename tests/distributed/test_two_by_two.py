@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from tests.distributed.test_launched import children, curve, last_step
-from training.report.run_log import read_lines
+from training.report.files import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = os.environ.get("TESSERA_TWO_BY_TWO") == "cpu"

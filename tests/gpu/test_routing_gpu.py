@@ -15,10 +15,11 @@ from moe.rounding import RoundingConfig
 from moe.top_k import TopKSchedule
 from parallel import World
 from tests.gpu.test_training import CUDA, WIDE
-from tests.training.test_loop import batch_of, router, rows
+from tests.training.test_loop import batch_of, router, rows, state_of
 from training.health import RoutingHealth
 from training.optim.master import MasterAdamW, parameter_groups
-from training.step import agree_on_step, read_window, train_step
+from training.report.window import read_window
+from training.step import agree_on_step, train_step
 
 pytestmark = pytest.mark.gpu
 ROUNDING = RoundingConfig(tile=16, min_mean_tiles=0.1, dropped_grad="default")
@@ -34,23 +35,14 @@ def test_a_step_never_waits_for_the_device(name):
     model = build_model(ModelConfig(**WIDE), dtype=torch.bfloat16, device=CUDA, **CASES[name])
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     optimizer, health = MasterAdamW(groups), RoutingHealth(2, WIDE["num_experts"], CUDA)
+    state = state_of(model, optimizer, router(0.01, 0.001), device=CUDA, followers=[health])
     tokens, labels = rows()
 
     def step(number: int):
         begin_step(model, number)
         batches = [batch_of(tokens, labels).pin_memory() for _ in range(2)]
-        return train_step(
-            model,
-            optimizer,
-            batches,
-            agree_on_step(World(), batches, False),
-            step=number,
-            lr=0.01,
-            router=router(0.01, 0.001),
-            world=World(),
-            device=CUDA,
-            health=health,
-        )
+        state.step = number
+        return train_step(state, batches, agree_on_step(World(), batches, False))
 
     for number in (4, 5):  # kernels are compiled and tuned; K is 4 in all these steps
         step(number)
@@ -60,9 +52,9 @@ def test_a_step_never_waits_for_the_device(name):
         results = [step(number) for number in (6, 7)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    read = read_window(results, World(), optimizer.guard.skipped, health=health)
+    read = read_window(state, results)
     assert read.losses[7] < read.losses[6]
-    assert read.health["health/dead"].shape == (2 * WIDE["num_experts"],)
+    assert read.health.dead_LE.shape == (2, WIDE["num_experts"])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,17 +16,15 @@ from models.config import ModelConfig
 from moe import MoE, MoEConfig
 from moe.control import RouterControl
 from moe.surgery import Change, change_layer
-from parallel import World
 from tests.gpu.test_training import CUDA, WIDE
-from tests.training.test_loop import batch_of, router, rows
+from tests.training.test_loop import batch_of, router, rows, take_step
 from tests.training.test_surgery_runs import CHANGED, EVENTS, GLM, losses, of_run
 from tests.training.tiny import write_inputs
 from training.data.batch import make_batch
 from training.optim.master import MasterAdamW, parameter_groups
-from training.step import agree_on_step, train_step
 from training.surgery import changes as surgery
 from training.surgery.changes import make_changes
-from training.surgery.importance import Worth, down_projections
+from training.surgery.importance import ExpertImportance, down_projections
 
 pytestmark = pytest.mark.gpu
 QUANTILE = {
@@ -46,34 +44,28 @@ def build(config, **options):
     return model, MasterAdamW(groups)
 
 
-def worth_of(model, optimizer, how, slots):
+def importance_of(model, optimizer, how, slots):
     def weights():
         return down_projections(model, optimizer, slots)
 
-    return Worth(len(model.layers), slots, how=how, decay=0.9, weights=weights, device=CUDA)
+    return ExpertImportance(
+        len(model.layers), slots, how=how, decay=0.9, weights=weights, device=CUDA
+    )
 
 
 @pytest.mark.parametrize("how", ["load", "gate_mass", "reap", "taylor"])
 def test_a_step_never_waits_for_the_device(how):
     slots = WIDE["num_experts"]
     model, optimizer = build(WIDE, start_experts=slots - 1, importance=how, **QUANTILE)
-    worth = worth_of(model, optimizer, how, slots)
+    importance = importance_of(model, optimizer, how, slots)
     tokens, labels = rows()
 
     def step(number: int):
         batches = [batch_of(tokens, labels).pin_memory() for _ in range(2)]
-        train_step(
-            model,
-            optimizer,
-            batches,
-            agree_on_step(World(), batches, False),
-            step=number,
-            lr=0.01,
-            router=router(0.01, 0.001),
-            world=World(),
-            device=CUDA,
-            worth=worth,
-        )
+        take_step(
+            model, optimizer, batches, router(0.01, 0.001), step=number, lr=0.01, device=CUDA,
+            followers=[importance],
+        )  # fmt: skip
 
     for number in (1, 2):
         step(number)
@@ -84,8 +76,8 @@ def test_a_step_never_waits_for_the_device(how):
             step(number)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (worth.importance_LE[:, : slots - 1] > 0).all()
-    assert not worth.importance_LE[:, slots - 1 :].any()
+    assert (importance.importance_LE[:, : slots - 1] > 0).all()
+    assert not importance.importance_LE[:, slots - 1 :].any()
 
 
 @pytest.mark.parametrize("kernels", ["auto", "triton", "reference"])
@@ -172,25 +164,17 @@ def test_a_change_costs_less_than_half_a_step():
         "max_position_embeddings": 4096,
     }  # fmt: skip
     model, optimizer = build(config, start_experts=slots - 1)
-    worth = worth_of(model, optimizer, "taylor", slots)
+    importance = importance_of(model, optimizer, "taylor", slots)
     given = long_batch(torch.randint(0, 50304, (2, 4096)))
     times = []
     for number in range(1, 9):
         batches = [given.to(CUDA)]
         torch.cuda.synchronize()
         start = time.perf_counter()
-        train_step(
-            model,
-            optimizer,
-            batches,
-            agree_on_step(World(), batches, False),
-            step=number,
-            lr=1e-4,
-            router=router(0.0, 0.0),
-            world=World(),
-            device=CUDA,
-            worth=worth,
-        )
+        take_step(
+            model, optimizer, batches, router(0.0, 0.0), step=number, lr=1e-4, device=CUDA,
+            followers=[importance],
+        )  # fmt: skip
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     costs = []

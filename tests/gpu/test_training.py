@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -17,16 +18,15 @@ from models.documents import Documents
 from models.execution import compile_blocks
 from moe.control import routers_of
 from parallel import World
-from tests.training.test_loop import batch_of, router, rows
+from tests.training.test_loop import batch_of, router, rows, take_step
 from tests.training.test_train import before_step, by_step, events
 from tests.training.tiny import MODEL, write_inputs
 from training.checkpoint.files import Saver, Snapshot, load_tensors
-from training.graph import StepGraph, own_stream
+from training.graph import StepGraph, computation, launch_now, own_stream
 from training.optim.adamw import Rates, adamw, rates_numbers
 from training.optim.gradients import collect, norm
 from training.optim.master import MasterAdamW, Outcome, States, parameter_groups
-from training.report.run_log import read_metrics
-from training.step import agree_on_step, train_step
+from training.report.files import read_metrics
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -43,17 +43,8 @@ def build(dtype: torch.dtype = torch.bfloat16):
 def step(model, optimizer, number: int, scope: str = "micro"):
     tokens, labels = rows()
     batches = [batch_of(tokens, labels).pin_memory() for _ in range(2)]
-    return train_step(
-        model,
-        optimizer,
-        batches,
-        agree_on_step(World(), batches, False),
-        step=number,
-        lr=0.01,
-        router=router(0.01, 0.001, scope),
-        world=World(),
-        device=CUDA,
-    )
+    setting = router(0.01, 0.001, scope)
+    return take_step(model, optimizer, batches, setting, step=number, device=CUDA)
 
 
 @pytest.mark.parametrize("scope", ["micro", "global"])
@@ -127,12 +118,13 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
     """Losses, norms, weights and moments over steps with other documents, another learning rate,
     a step that is skipped and a router that is frozen on the way."""
 
-    def run(graph: StepGraph | None):
+    def run(captured: bool):
         model = build_model(ModelConfig(**WIDE), dtype=torch.bfloat16, device=CUDA)
         groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
         optimizer = MasterAdamW(groups, spike_factor=100.0, states=states)
         if compiled:
             compile_blocks(model)
+        graph = StepGraph(partial(computation, model))
         numbers = []
         for number in range(1, 11):
             if number == 6:
@@ -144,24 +136,23 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
                 for r in routers_of(model):
                     r.frozen = True
             batches = _batches(number)
-            result = train_step(
-                model, optimizer, batches, agree_on_step(World(), batches, False), step=number,
-                lr=0.01 / number, router=router(0.01, 0.001, "micro"), world=World(), device=CUDA,
-                graph=graph,
+            result = take_step(
+                model, optimizer, batches, router(0.01, 0.001, "micro"), step=number,
+                lr=0.01 / number, device=CUDA, launch=graph.run if captured else launch_now,
             )  # fmt: skip
             numbers.append(result.numbers.tolist())
-        return numbers, {n: t.clone() for n, t in optimizer.tensors().items()}
+        state = {n: t.clone() for n, t in optimizer.tensors().items()}
+        return numbers, state, any(form.graph is not None for form in graph._forms.values())
 
     before = torch.cuda.current_stream()
     try:
         own_stream(CUDA)
-        plain, plain_state = run(None)
-        graph = StepGraph()
-        replayed, replayed_state = run(graph)
+        plain, plain_state, _ = run(captured=False)
+        replayed, replayed_state, was_captured = run(captured=True)
     finally:
         torch.cuda.synchronize()
         torch.cuda.set_stream(before)
-    assert any(form.graph is not None for form in graph._forms.values())
+    assert was_captured
     skipped = 3 + Outcome._fields.index("skipped")
     assert [row[skipped] for row in plain] == [0.0] * 5 + [1.0] + [0.0] * 4
     assert replayed == plain

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from tests import processes
 from tests.training.tiny import write_inputs
-from training.report.run_log import read_lines
+from training.report.files import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts/launch"

@@ -9,11 +9,14 @@ from models.build import build_model
 from models.hf import export_hf
 from moe import RouterControl
 from moe.control import routers_of
+from parallel import World
 from tests.training.tiny import write_inputs
-from training.assemble import make_trainee, model_config
+from training.assemble import make_train_state, model_config
 from training.checkpoint.weights import save_weights
 from training.config.build import load_config, make_plan
 from training.data import load_tokenizer
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
@@ -30,10 +33,10 @@ def test_first_master_weights_are_not_rounded(tmp_path, source, weights):
         export_hf(wide, tmp_path / "hf")
         config = load_config(file, [*words, f"model.init_from={tmp_path / 'hf'}"])
     plan = make_plan(config, cuda=False)
-    trainee = make_trainee(config, architecture, plan, torch.device("cpu"), steps=8)
-    tensors = trainee.optimizer.tensors()
+    state = make_train_state(config, architecture, plan, World(), CPU, steps=8)
+    tensors = state.optimizer.tensors()
     for name, value in wide.named_parameters():
-        parameter = trainee.model.get_parameter(name)
+        parameter = state.model.get_parameter(name)
         kept = torch.float32 if ".router." in name else getattr(torch, weights)
         master = tensors[f"weights/{name}"]
         assert torch.equal(master, value.detach().flatten().to(kept)), name
@@ -59,7 +62,7 @@ def test_averaged_router_weights_go_on_or_start_at_the_weight(tmp_path, source):
     words = [f"model.init_from={folder}", "router.ema=0.9", "router.exportable=false"]
     config = load_config(file, words)
     plan = make_plan(config, cuda=False)
-    ours = make_trainee(config, architecture, plan, torch.device("cpu"), steps=8).model
+    ours = make_train_state(config, architecture, plan, World(), CPU, steps=8).model
     for router, before in zip(routers_of(ours), routers_of(theirs), strict=True):
         assert torch.equal(router.weight, before.weight)
         expected = before.weight if before.weight_ema is None else before.weight_ema

@@ -20,11 +20,17 @@ from moe.metrics import RouterStats
 from parallel import World
 from training.config.build import Config, ConfigError, field_names, load_config, make_plan
 from training.data.config import DataError
+from training.due import due_after
+from training.health import HealthCounters
 from training.optim.master import group_table
 from training.optim.schedule import learning_rate
-from training.report import status
-from training.step import Window, relative_work, router_losses
+from training.report import log_step
+from training.report.header import wandb_settings
+from training.report.window import Window
+from training.sparsity import Sparsity
+from training.step import relative_work, router_losses
 from training.surgery.changes import change_experts
+from training.surgery.importance import ExpertImportance
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,29 +85,29 @@ def plan_of(config: Config, monkeypatch) -> dict:
         patch.setattr(train, "RunLog", SilentLog)
         patch.setattr(train, "validate", lambda model, sources, **_: {"sources": sources})
         patch.setattr(train, "sample_text", told.spy("sample", "text"))
-        patch.setattr(status, "plots", told.spy("plots"))
+        patch.setattr(log_step, "draw_plots", told.spy("plots"))
         patch.setattr(training.data.loader, "DataLoader", loader)
         config.run.folder.mkdir(parents=True, exist_ok=True)
         (config.run.folder / "config.yaml").touch()  # of an earlier start
-        job = train.prepare(config, make_plan(config, cuda=False), World())
+        state = train.prepare(config, make_plan(config, cuda=False), World())
         try:
-            return _collect(job, told)
+            return _collect(state, told)
         finally:
-            job.data.close()
-            job.saver.wait()
+            state.data.close()
+            state.saver.wait()
             train.release()
 
 
-def _collect(job, told) -> dict:
-    config, optimizer = job.config, job.optimizer
+def _collect(state, told) -> dict:
+    config, optimizer = state.config, state.train.optimizer
     batch = next(
-        job.data.steps(
+        state.data.steps(
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=config.train.micro_batch_size,
             steps=1,
         )
     )[0]
-    held_out = train.evaluate(job)["sources"]
+    held_out = train.evaluate(state)["sources"]
     torch.manual_seed(0)
     stats = RouterStats(
         *(
@@ -109,53 +115,54 @@ def _collect(job, told) -> dict:
             for name in RouterStats._fields
         )
     )
-    work_LE = relative_work(job.model, config.router, torch.device("cpu"))
+    work_LE = relative_work(state.model, config.router, torch.device("cpu"))
     auxiliary, _ = router_losses(stats, 100, config.router, None, work_LE=work_LE)
-    weights = digest(*job.model.parameters())
-    dead = {"health/dead": torch.tensor([0.0, 3, 0, 0] * 2)}
-    job.read = Window({}, [], {}, torch.ones(2, 4), dead)
-    worth = job.trainee.worth
-    if worth is not None:  # as after some steps
-        worth.importance_LE.copy_(torch.tensor([1.0, 0.1, 1, 1]).expand(2, 4))
-        worth.load_LE.copy_(torch.tensor([1.0, 1, 3, 0]).expand(2, 4))
-        worth.low_LE.fill_(1.0)
-        worth.changed_L.zero_()
-    job.progress.step = 3
-    changed = change_experts(job)
+    weights = digest(*state.model.parameters())
+    health = HealthCounters(torch.tensor([[0.0, 3, 0, 0]] * 2), torch.zeros(2), torch.zeros(2))
+    state.last_window = Window({}, {}, counts_LE=torch.ones(2, 4), health=health)
+    sparsity = state.train.follower(Sparsity)
+    importance = state.train.follower(ExpertImportance)
+    if importance is not None:  # as after some steps
+        importance.importance_LE.copy_(torch.tensor([1.0, 0.1, 1, 1]).expand(2, 4))
+        importance.load_LE.copy_(torch.tensor([1.0, 1, 3, 0]).expand(2, 4))
+        importance.low_LE.fill_(1.0)
+        importance.changed_L.zero_()
+    state.train.step = 3
+    changed = change_experts(state)
     told.pop("sample", None) if config.eval.sample_prompt is None else None
     return {
-        "plan": vars(job.plan),
-        "folder": str(job.run.folder),
-        "steps": job.steps,
+        "plan": vars(state.plan),
+        "folder": str(state.run.folder),
+        "steps": state.steps,
         "weights": weights,
-        "moe": [block.moe.config for block in job.model.layers],
-        "recompute": (job.model.checkpointing, job.model.layers[0].recompute_attention),
+        "moe": [block.moe.config for block in state.model.layers],
+        "recompute": (state.model.checkpointing, state.model.layers[0].recompute_attention),
         "groups": group_table(optimizer.groups, config.optim.lr, lambda group: ""),
         "adamw": (optimizer.betas, optimizer.eps),
         "states": [(flat.master.dtype, flat.exp_avg.dtype) for flat in optimizer.flats],
         "guard": (optimizer.clip_norm, optimizer.guard.spike_factor, optimizer.guard.stop),
-        "rates": [learning_rate(config.optim, step, job.steps) for step in range(job.steps)],
+        "rates": [learning_rate(config.optim, step, state.steps) for step in range(state.steps)],
         "auxiliary": auxiliary.item(),
         "scope": config.router.balance_scope,
-        "due": [status.due(config, step, job.steps) for step in range(1, job.steps + 1)],
-        "wandb": status.wandb_settings(config, job.run) and job.log.wandb["mode"],
-        "project": (job.log.wandb or {}).get("project"),
+        "due": [due_after(config, step, state.steps) for step in range(1, state.steps + 1)],
+        "wandb": wandb_settings(config, state.run) and state.log.wandb["mode"],
+        "project": (state.log.wandb or {}).get("project"),
         "batch": digest(batch.tokens_BL, batch.labels_BL, batch.positions_BL),
         "held_out": {
             name: [digest(b.tokens_BL) for b in batches] for name, batches in held_out.items()
         },
-        "text": job.data.describe(),
-        "position": job.data.state_dict(),
-        "vocabulary": job.tokenizer.vocab_size,
+        "text": state.data.describe(),
+        "position": state.data.state_dict(),
+        "vocabulary": state.tokenizer.vocab_size,
         "sample": told.get("sample", ((), {}))[0][2:],
         **{key: value for key, value in told.items() if key in ("saver", "workers")},
         "deterministic": "deterministic" in told,
-        "buffers": digest(*job.model.buffers()),
+        "buffers": digest(*state.model.buffers()),
         "changed": [(done.dry, done.changes) for done in changed],
-        "changed weights": digest(*job.model.parameters()),
-        "worth": None if worth is None else (worth.how, worth.decay),
+        "changed weights": digest(*state.model.parameters()),
+        "importance": None if importance is None else (importance.how, importance.decay),
         "plots": "plots" in told,
-        "masks": job.trainee.sparsity and job.trainee.sparsity.schedule,
+        "masks": sparsity and sparsity.schedule,
     }
 
 
@@ -469,7 +476,7 @@ def test_tokenising_uses_as_many_processes_as_are_said(run, monkeypatch, tmp_pat
 ALIASES = {
     "surgery": {"event"},
     "eval": {"evaluation"},
-    "data": {"config", "self", "given", "source", "job"},
+    "data": {"config", "self", "given", "source", "state"},
     "model": {"config", "c", "self", "given"},
     "run": set(),
 }

@@ -15,9 +15,9 @@ from tests.training.test_loop import batch_of, build, rows
 from tests.training.tiny import MODEL
 from training.config.build import load_config
 from training.device import max_memory_gib, peak_flops
+from training.due import due_after
 from training.estimate.flops import flops_per_token, matmul_weights, run_flops
 from training.evaluate import sample_text, validate
-from training.report.status import due
 
 CPU = torch.device("cpu")
 
@@ -176,7 +176,7 @@ def test_what_is_due(tiny_config):
                 for part, steps_between in every.items()
             }
         )
-        found = due(config, step, steps)
+        found = due_after(config, step, steps)
         return "".join(c for c, on in zip("les", (found.log, found.evaluate, found.save)) if on)
 
     assert [at(step) for step in range(1, 14)] == [

@@ -175,7 +175,7 @@ def test_resume_lands_on_the_same_state_bit_for_bit(tiny_config, monkeypatch, tm
     real = train.train_step
 
     def stop_after_three(*arguments, **keywords):
-        if keywords["step"] == 5:
+        if arguments[0].step == 5:
             raise RuntimeError("a fault")
         return real(*arguments, **keywords)
 

@@ -2,13 +2,16 @@
 
 import os
 import signal
+import types
 
 import pytest
 import torch
 
+from parallel import World
 from training import faults
 from training.config.load import ConfigError
-from training.faults import StopRequest, out_of_memory_message, tell
+from training.faults import StopRequest, report_error
+from training.out_of_memory import LastCounts, out_of_memory
 
 
 @pytest.fixture
@@ -48,22 +51,35 @@ def test_under_torchrun_a_signal_that_is_passed_on_counts_once(exits, monkeypatc
 
 
 def test_memory_message():
-    counts = torch.tensor([[10, 10, 10, 10], [0, 37, 2, 1]], dtype=torch.int32)
-    settings = [("train.micro_batch_size", 8), ("model.save=x", "h")]
-    error = RuntimeError("out of it\nsecond line")
-    text = out_of_memory_message(error, rank=3, step=40, counts_LE=counts, settings=settings)
-    assert text.startswith("out of memory on process 3 at step 40: out of it.")
-    assert "max 37 (MoE layer 1, expert 1), mean 10, max/mean 3.70" in text
-    assert "router.balance_coef" in text and "\n" not in text
-    assert text.endswith("train.micro_batch_size (now 8), model.save=x (now h)")
-    even = out_of_memory_message(error, rank=0, step=1, counts_LE=counts[:1], settings=settings)
+    config = types.SimpleNamespace(
+        train=types.SimpleNamespace(micro_batch_size=8, checkpointing="full"),
+        model=types.SimpleNamespace(save="h"),
+        data=types.SimpleNamespace(seq_len=64),
+    )
+
+    def text(counts_LE, **where) -> str:
+        last = LastCounts()
+        last.counts_LE = counts_LE
+        state = types.SimpleNamespace(
+            config=config, train=types.SimpleNamespace(follower=lambda kind: last), **where
+        )
+        return str(out_of_memory(state, RuntimeError("out of it\nsecond line")))
+
+    counts_LE = torch.tensor([[10, 10, 10, 10], [0, 37, 2, 1]], dtype=torch.int32)
+    skewed = text(counts_LE, world=World(3), step=40)
+    assert skewed.startswith("out of memory on process 3 at step 40: out of it.")
+    assert "max 37 (MoE layer 1, expert 1), mean 10, max/mean 3.70" in skewed
+    assert "router.balance_coef" in skewed and "\n" not in skewed
+    lower = "train.micro_batch_size (now 8), model.save=x (now h), data.seq_len (now 64)"
+    assert skewed.endswith(lower)
+    even = text(counts_LE[:1], world=World(), step=1)
     assert "router.balance_coef" not in even
-    early = out_of_memory_message(error, rank=0, step=1, counts_LE=None, settings=settings)
+    early = text(None, world=World(), step=1)
     assert "Tokens per expert" not in early
 
 
 def test_mistakes_are_told_in_one_line_by_the_first_process(capsys):
-    assert tell(0, ConfigError("wrong\n  key"), 2) == 2
-    assert tell(1, ConfigError("wrong\n  key"), 2) == 2
-    assert tell(1, ValueError("disk is\nfull"), 1) == 1
+    assert report_error(0, ConfigError("wrong\n  key"), 2) == 2
+    assert report_error(1, ConfigError("wrong\n  key"), 2) == 2
+    assert report_error(1, ValueError("disk is\nfull"), 1) == 1
     assert capsys.readouterr().err == "error: wrong key\nerror on process 1: disk is full\n"

@@ -5,12 +5,10 @@ import torch
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe.control import RouterControl, begin_step
-from parallel import World
 from tests.training import test_loop
-from tests.training.test_loop import CPU, batch_of, rows
+from tests.training.test_loop import batch_of, rows, take_step
 from tests.training.tiny import MODEL
 from training.optim.master import MasterAdamW, parameter_groups
-from training.step import agree_on_step, train_step
 
 
 def run(freeze_at, steps=5):
@@ -25,11 +23,7 @@ def run(freeze_at, steps=5):
     batches = [batch_of(*rows())]
     for step in range(1, steps + 1):
         said = begin_step(model, step)
-        totals = agree_on_step(World(), batches, False)
-        train_step(
-            model, optimizer, batches, totals, step=step, lr=0.01,
-            router=test_loop.router(balance=1.0), world=World(), device=CPU,
-        )  # fmt: skip
+        take_step(model, optimizer, batches, test_loop.router(balance=1.0), step=step)
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
         router = next(i for i, g in enumerate(optimizer.groups) if g.name == "router")
         norms.append((optimizer.group_norms[router].item(), said, optimizer.lrs(0.01)[1]))

@@ -14,6 +14,7 @@ def stats_of(counts_LE):
     return RouterStats(**fields)
 
 
+APPLIED = torch.tensor(1.0)
 GOOD = [100] * 16
 DEAD = [9, *[106] * 14, 107]  # a tenth of the mean is 10
 # 110 of a mean of 25.6: violation 3.3, and an entropy above 0.8
@@ -25,12 +26,12 @@ NARROW = [792, 792, *[1] * 14]
 def test_counters_follow_and_start_again():
     health = RoutingHealth(2, 16)
     for counts in (DEAD, DEAD, UNEVEN):
-        health.update(stats_of([counts, GOOD]))
+        health.after_update(stats_of([counts, GOOD]), APPLIED)
     assert health.dead_LE[0, 0] == 0
     assert health.uneven_L.tolist() == [1, 0]
     assert health.narrow_L.tolist() == [0, 0]
     for _ in range(3):
-        health.update(stats_of([DEAD, NARROW]))
+        health.after_update(stats_of([DEAD, NARROW]), APPLIED)
     assert health.dead_LE[0].tolist() == [3, *[0] * 15]
     assert health.dead_LE[1].tolist() == [0, 0, *[3] * 14]
     assert health.uneven_L.tolist() == [0, 3]
@@ -40,12 +41,12 @@ def test_counters_follow_and_start_again():
 
 def test_steps_that_were_skipped_or_empty_count_as_neither():
     health = RoutingHealth(1, 16)
-    health.update(stats_of([DEAD]))
+    health.after_update(stats_of([DEAD]), APPLIED)
     before = {name: t.clone() for name, t in health.tensors().items()}
-    health.update(stats_of([GOOD]), applied=torch.tensor(0.0))
-    health.update(stats_of([[0] * 16]))
+    health.after_update(stats_of([GOOD]), torch.tensor(0.0))
+    health.after_update(stats_of([[0] * 16]), APPLIED)
     assert all(torch.equal(before[name], t) for name, t in health.tensors().items())
-    health.update(stats_of([DEAD]), applied=torch.tensor(1.0))
+    health.after_update(stats_of([DEAD]), APPLIED)
     assert health.dead_LE[0, 0] == 2
 
 

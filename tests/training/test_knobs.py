@@ -64,7 +64,7 @@ def test_a_run_that_dies_goes_on_bit_for_bit(name, tiny_config, monkeypatch, tmp
     real = train.train_step
 
     def dies(*arguments, **keywords):
-        if keywords["step"] == 5:
+        if arguments[0].step == 5:
             raise RuntimeError("a fault")
         return real(*arguments, **keywords)
 

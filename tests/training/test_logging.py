@@ -10,18 +10,10 @@ import types
 import pytest
 from rich.console import Console
 
-from training.report.run_log import (
-    DISK_FULL,
-    RunLog,
-    WandbThread,
-    bounded,
-    human_bytes,
-    human_count,
-    human_time,
-    progress_line,
-    read_lines,
-    read_metrics,
-)
+from training.report.files import DISK_FULL, read_lines, read_metrics
+from training.report.run_log import RunLog, progress_line
+from training.report.tracking import WandbThread, bounded
+from training.report.units import human_bytes, human_count, human_time
 
 
 def test_lines_are_json_with_attempt_and_time(tmp_path, capsys):

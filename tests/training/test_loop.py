@@ -20,14 +20,17 @@ from moe.balance import balance_loss, z_loss
 from parallel import World
 from tests.training.tiny import MODEL
 from training.data.batch import Batch, make_batch
+from training.evaluate import perplexity
 from training.optim.master import MasterAdamW, parameter_groups
+from training.out_of_memory import LastCounts
+from training.report.pace import Pace
+from training.report.window import read_window
 from training.step import (
-    LastCounts,
-    Pace,
+    StepResult,
     StepTotals,
+    TrainState,
     agree_on_step,
-    perplexity,
-    read_window,
+    begin_step,
     train_step,
 )
 
@@ -80,25 +83,32 @@ def batch_of(
     )
 
 
+def state_of(model, optimizer, setting=None, *, step=1, lr=0.01, **more) -> TrainState:
+    """At work on step `step`, in one process on the CPU unless told otherwise."""
+    given = {"world": World(), "device": CPU} | more
+    return TrainState(
+        model=model,
+        forward=model,
+        optimizer=optimizer,
+        router=setting or router(),
+        learning_rate=lambda _: lr,
+        step=step,
+        **given,
+    )
+
+
+def take_step(model, optimizer, batches, setting=None, **more) -> StepResult:
+    state = state_of(model, optimizer, setting, **more)
+    return train_step(state, batches, agree_on_step(state.world, batches, False))
+
+
 def step(sizes: list[int], setting=None, data=None, dtype=torch.float32, **keywords):
     """Gradient and result of one step over the rows, cut into micro-batches of these sizes."""
     model, optimizer = build(dtype)
     tokens, labels = data or rows()
     parts = zip(tokens.split(sizes), labels.split(sizes))
     batches = [batch_of(t, y) for t, y in parts]
-    totals = agree_on_step(World(), batches, False)
-    result = train_step(
-        model,
-        optimizer,
-        batches,
-        totals,
-        step=1,
-        lr=0.01,
-        router=setting or router(),
-        world=World(),
-        device=CPU,
-        **keywords,
-    )
+    result = take_step(model, optimizer, batches, setting, **keywords)
     return optimizer.gradient[:-3].clone(), result, model, optimizer
 
 
@@ -128,17 +138,7 @@ def test_loss_is_the_mean_over_targets_not_the_mean_of_means():
     batches = [batch_of(tokens[:1], labels[:1]), batch_of(tokens[1:], labels[1:])]
     totals = agree_on_step(World(), batches, False)
     assert totals == StepTotals(targets=4, tokens=2 * LENGTH, stop=False)
-    result = train_step(
-        model,
-        optimizer,
-        batches,
-        totals,
-        step=1,
-        lr=0.0,
-        router=router(),
-        world=World(),
-        device=CPU,
-    )
+    result = take_step(model, optimizer, batches, lr=0.0)
     assert result.numbers[0] == 1.0
     assert optimizer.gradient[0] == 1.0
 
@@ -195,18 +195,7 @@ def test_padding_does_not_reach_the_router_losses():
 
     def run(batches):
         model, optimizer = build()
-        totals = agree_on_step(World(), batches, False)
-        result = train_step(
-            model,
-            optimizer,
-            batches,
-            totals,
-            step=1,
-            lr=0.0,
-            router=setting,
-            world=World(),
-            device=CPU,
-        )
+        result = take_step(model, optimizer, batches, setting, lr=0.0)
         return optimizer.gradient[:-3].clone(), result
 
     padded = batch_of(tokens, labels, valid)
@@ -293,7 +282,7 @@ def test_bfloat16_model_runs_and_routers_stay_float32():
 
 def test_statistics_are_sums_over_micro_batches_and_the_last_counts_are_kept():
     keep = LastCounts()
-    _, result, _, _ = step([4, 4], keep=keep)
+    _, result, _, _ = step([4, 4], followers=[keep])
     assert result.stats.tokens.tolist() == [ROWS * LENGTH] * 2
     assert int(result.stats.counts_E.sum()) == 2 * ROWS * LENGTH * MODEL["num_experts_per_tok"]
     assert int(keep.counts_LE.sum()) == ROWS * LENGTH * MODEL["num_experts_per_tok"]
@@ -306,29 +295,19 @@ def test_statistics_are_sums_over_micro_batches_and_the_last_counts_are_kept():
 def test_read_window_gives_the_last_step_and_names_skipped_ones():
     model, optimizer = build()
     tokens, labels = rows()
+    state = state_of(model, optimizer, router(0.1, 0.1), step=0)
+    state.learning_rate = lambda step: 0.01 * step
     window = []
     for number in (1, 2, 3):
         batches = [batch_of(tokens, labels)]
         totals = agree_on_step(World(), batches, False)
         if number == 2:
-            totals = StepTotals(totals.targets, totals.tokens, False)
             model.forward = _nan_after(model.forward)
-        window.append(
-            train_step(
-                model,
-                optimizer,
-                batches,
-                totals,
-                step=number,
-                lr=0.01 * number,
-                router=router(0.1, 0.1),
-                world=World(),
-                device=CPU,
-            )
-        )
+        begin_step(state)
+        window.append(train_step(state, batches, totals))
         if number == 2:
             del model.forward  # the class's own again
-    read = read_window(window, World(), optimizer.guard.skipped)
+    read = read_window(state, window)
     metrics, skipped = read.metrics, read.skipped
     assert metrics["step"] == 3 and metrics["skipped_steps"] == 1
     assert math.isfinite(metrics["loss"]) and metrics["balance_loss"] > 0.9
@@ -352,7 +331,7 @@ def _nan_after(forward):
 
 def test_pace_leaves_out_pauses_and_the_first_lap(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("training.step.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("training.report.pace.time.perf_counter", lambda: clock[0])
     pace = Pace(started=0.0)
 
     def work(seconds: float) -> None:

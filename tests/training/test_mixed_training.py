@@ -10,15 +10,14 @@ from models.config import ModelConfig
 from moe.balance import balance_loss, flop_weights
 from moe.control import RouterControl
 from moe.metrics import RouterStats
-from parallel import World
 from tests.moe.test_metrics import stats_of
-from tests.training.test_loop import CPU, batch_of, router, rows
+from tests.training.test_loop import CPU, batch_of, router, rows, take_step
 from tests.training.tiny import MODEL
 from training.assemble import router_control
 from training.config.build import ConfigError, load_config, make_plan
 from training.estimate.flops import width_metrics
 from training.optim.master import MasterAdamW, parameter_groups
-from training.step import agree_on_step, relative_work, router_losses, train_step
+from training.step import relative_work, router_losses
 
 WIDTHS = [2, 4, 8, 8]
 WORDS = ["model.moe_expert_widths=[2,4,8,8]", "router.balance_load=flops"]
@@ -53,11 +52,7 @@ def train(load: str, steps: int = 60) -> dict[str, float]:
     batches = [batch_of(*rows())]
     settings = router(balance=1.0, load=load)
     for step in range(1, steps + 1):
-        totals = agree_on_step(World(), batches, False)
-        result = train_step(
-            model, optimizer, batches, totals, step=step, lr=0.01, router=settings, world=World(),
-            device=CPU,
-        )  # fmt: skip
+        result = take_step(model, optimizer, batches, settings, step=step)
     return width_metrics(config, result.stats.counts_E)
 
 

@@ -13,7 +13,7 @@ from models.first_weights import FirstWeights
 from models.hf import export_hf
 from tests.training.tiny import MODEL
 from training.checkpoint.weights import load_model
-from training.report.run_log import LOAD, read_metrics
+from training.report.files import LOAD, read_metrics
 
 LAYER, EXPERT, E = 1, 2, 8
 STEPS = 24
@@ -96,7 +96,7 @@ def test_a_run_that_dies_after_a_revival_goes_on_bit_for_bit(words, monkeypatch,
     real = train.train_step
 
     def dies(*arguments, **keywords):
-        if keywords["step"] == 8:
+        if arguments[0].step == 8:
             raise RuntimeError("a fault")
         return real(*arguments, **keywords)
 

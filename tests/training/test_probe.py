@@ -46,6 +46,6 @@ def test_a_probe_sees_what_changed_since_it_was_asked():
     assert probe.churn()["routing_churn"] == 0
     with torch.no_grad():
         model.layers[0].moe.router.weight.neg_()
-    probe.look()
+    probe.refresh_baseline()
     assert probe.churn()["routing_churn"] == 0, "changed by hand, and looked at"
     assert model.training

@@ -7,8 +7,9 @@ import random
 import pytest
 import yaml
 
+from training.report.findings import findings
 from training.report.plots import draw, figures, thin
-from training.report.record import Series, findings, read_run, unigram_entropy
+from training.report.record import Series, read_run, unigram_entropy
 
 NOW = 2_000_000.0
 CONFIG = {

@@ -14,7 +14,7 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe.sparse.dynamic import MaskSchedule
 from parallel import World
-from tests.training.test_loop import CPU, batch_of, router, rows
+from tests.training.test_loop import batch_of, router, rows, state_of
 from tests.training.tiny import MODEL
 from training.checkpoint.files import stored_tensors
 from training.checkpoint.weights import load_model
@@ -22,9 +22,9 @@ from training.config.build import ConfigError, load_config, make_plan
 from training.config.export_compat import acting
 from training.config.validate import check_routers
 from training.optim.master import MasterAdamW, parameter_groups
-from training.report.run_log import read_lines
+from training.report.files import read_lines
 from training.sparsity import Sparsity
-from training.step import agree_on_step, train_step
+from training.step import agree_on_step, end_step, train_step
 
 W1 = "layers.0.moe.w1"
 SOFT = ["train.sparse_density=0.25", "train.sparse_every=2", "train.sparse_until=6"]
@@ -42,19 +42,17 @@ def make(dtype=torch.float32, **schedule):
 
 def step_once(model, optimizer, sparsity, step):
     batches = [batch_of(*rows())]
+    state = state_of(model, optimizer, router(balance=0.1), step=step, followers=[sparsity])
     totals = agree_on_step(World(), batches, False)
-    result = train_step(
-        model, optimizer, batches, totals, step=step, lr=0.01, router=router(balance=0.1),
-        world=World(), device=CPU, sparsity=sparsity,
-    )  # fmt: skip
-    sparsity.begin(step + 1)
+    result = train_step(state, batches, totals)
+    end_step(state, totals)
     return result
 
 
 def run(steps, **schedule):
     """(weights, moments, mask) of one matrix after each step."""
     model, optimizer, sparsity = make(**schedule)
-    sparsity.begin(1)
+    sparsity.prepare_step(1)
     seen = []
     for step in range(1, steps + 1):
         step_once(model, optimizer, sparsity, step)
@@ -117,7 +115,7 @@ def test_the_norm_leaves_hidden_gradients_out():
     norms = {}
     for hide in (False, True):
         model, optimizer, sparsity = make(method="regrow", start=1, end=1, density=0.1)
-        sparsity.begin(1)
+        sparsity.prepare_step(1)
         step_once(model, optimizer, sparsity, 1)
         if not hide:
             sparsity.hard = lambda step: False
@@ -130,7 +128,7 @@ def test_the_norm_leaves_hidden_gradients_out():
 
 def test_a_skipped_step_changes_no_mask():
     model, optimizer, sparsity = make(method="regrow")
-    sparsity.begin(1)
+    sparsity.prepare_step(1)
     for step in range(1, 5):
         step_once(model, optimizer, sparsity, step)
     before = {name: mask.keep.clone() for name, mask in sparsity.masks.items()}
@@ -143,7 +141,7 @@ def test_a_skipped_step_changes_no_mask():
 @pytest.mark.parametrize("method", ["regrow", "straight_through"])
 def test_the_last_mask_is_made_though_its_step_is_skipped(method):
     model, optimizer, sparsity = make(method=method, start=2, end=2, until=2)
-    sparsity.begin(1)
+    sparsity.prepare_step(1)
     step_once(model, optimizer, sparsity, 1)
     model.layers[0].moe.w1.register_hook(lambda gradient: gradient * float("nan"))
     step_once(model, optimizer, sparsity, 2)  # the only mask
@@ -167,7 +165,7 @@ def test_masks_that_would_never_come_are_refused(tiny_config, monkeypatch, tmp_p
 
 def test_bfloat16_weights_follow_their_masters():
     model, optimizer, sparsity = make(torch.bfloat16, start=1, end=1, until=2)
-    sparsity.begin(1)
+    sparsity.prepare_step(1)
     for step in range(1, 5):
         step_once(model, optimizer, sparsity, step)
     hidden = ~sparsity.masks[W1].entries(sparsity.weights[W1])
@@ -191,7 +189,7 @@ def test_runs_resume_exactly_and_export_what_they_train(start, tmp_path, monkeyp
         real = train.train_step
 
         def stopped(*arguments, **options):
-            if options["step"] == 4:
+            if arguments[0].step == 4:
                 os.kill(os.getpid(), signal.SIGINT)
             return real(*arguments, **options)
 

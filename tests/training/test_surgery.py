@@ -15,7 +15,7 @@ from training.config.experts import SurgeryConfig, SurgeryEvent
 from training.health import RoutingHealth
 from training.optim.master import MasterAdamW, parameter_groups
 from training.surgery.changes import make_changes
-from training.surgery.importance import make_worth
+from training.surgery.importance import ExpertImportance
 from training.surgery.policy import Seen, choose_revivals, decide, level, scheduled
 
 E = 8
@@ -86,7 +86,7 @@ def test_without_remedy_it_stays_dead_and_with_revival_it_works():
         told = []
         for step in range(1, 31):
             stats = train_step(model, optimizer, step)
-            health.update(stats)
+            health.after_update(stats, torch.tensor(1.0))
             events = choose_revivals(seen(stats.counts_E, health.dead_LE), after=5)
             if remedy and events:
                 told += [(step, event) for event in events]
@@ -182,7 +182,7 @@ def policy(**fields):
     return SurgeryConfig(**{"policy": "resize", "every": 10, "cooldown": 100} | fields)
 
 
-def worth(importance_E, load_E=(1.0, 1, 1, 1), active_E=(True,) * 4, low_E=(0.0,) * 4, **more):
+def follower(importance_E, load_E=(1.0, 1, 1, 1), active_E=(True,) * 4, low_E=(0.0,) * 4, **more):
     return seen(
         torch.ones(1, 4),
         active_LE=torch.tensor([active_E]),
@@ -199,14 +199,14 @@ def kinds(found):
 
 def test_who_is_not_needed_twice_in_a_row_retires():
     idle = [1.0, 0.001, 1.2, 0.9]
-    found = decide(policy(), worth(idle), 500, (2, 4))
+    found = decide(policy(), follower(idle), 500, (2, 4))
     assert kinds(found) == []
     assert found[1].tolist() == [[0, 1, 0, 0]]
-    found = decide(policy(), worth(idle, low_E=(0, 1.0, 0, 0)), 500, (2, 4))
+    found = decide(policy(), follower(idle, low_E=(0, 1.0, 0, 0)), 500, (2, 4))
     assert kinds(found) == [("retire", 1, None)]
     assert "importance 0.0011 of the median" in found[0][0].reason
     # above the line: forgotten
-    found = decide(policy(), worth([1.0, 0.02, 1.2, 0.9], low_E=(0, 1.0, 0, 0)), 500, (2, 4))
+    found = decide(policy(), follower([1.0, 0.02, 1.2, 0.9], low_E=(0, 1.0, 0, 0)), 500, (2, 4))
     assert kinds(found) == []
     assert not found[1].any()
 
@@ -214,13 +214,13 @@ def test_who_is_not_needed_twice_in_a_row_retires():
 def test_limits_cooldown_and_the_last_release_hold():
     idle, busy = [1.0, 0.001, 1.2, 0.9], (0.6, 0.6, 2.0, 0.6)
     twice = {"low_E": (0, 1.0, 0, 0)}
-    assert kinds(decide(policy(), worth(idle, **twice), 500, (4, 4))) == []
+    assert kinds(decide(policy(), follower(idle, **twice), 500, (4, 4))) == []
     recent = {"changed_L": torch.tensor([401.0])}
-    assert kinds(decide(policy(), worth(idle, **twice, **recent), 500, (2, 4))) == []
+    assert kinds(decide(policy(), follower(idle, **twice, **recent), 500, (2, 4))) == []
     recent = {"changed_L": torch.tensor([400.0])}
-    assert kinds(decide(policy(), worth(idle, **twice, **recent), 500, (2, 4))) != []
+    assert kinds(decide(policy(), follower(idle, **twice, **recent), 500, (2, 4))) != []
     three = (True, True, True, False)
-    loaded = worth([1.0, 1, 1.2, 0], (*busy[:3], 0.0), three)  # 2.0 of a mean of 1.07
+    loaded = follower([1.0, 1, 1.2, 0], (*busy[:3], 0.0), three)  # 2.0 of a mean of 1.07
     assert kinds(decide(policy(), loaded, 500, (2, 4))) == [("clone", 3, 2)]
     assert kinds(decide(policy(), loaded, 500, (2, 3))) == []
     assert kinds(decide(policy(clone_above=1.9), loaded, 500, (2, 4))) == []
@@ -229,10 +229,10 @@ def test_limits_cooldown_and_the_last_release_hold():
 
 def test_replacing_keeps_the_number_and_the_dead_go_first():
     dead = {"dead_LE": torch.tensor([[0.0, 0, 0, 200]])}
-    now = worth([1.0, 0.5, 1.2, 0.9], (1.0, 1, 2, 0), **dead)
+    now = follower([1.0, 0.5, 1.2, 0.9], (1.0, 1, 2, 0), **dead)
     assert kinds(decide(policy(policy="replace"), now, 500, (2, 4))) == [("revive", 3, 2)]
     assert kinds(decide(policy(), now, 500, (2, 4))) == [("retire", 3, None)]
-    now = worth([1.0, 0.5, 1.2, 0.9], (1.0, 1, 2, 0))
+    now = follower([1.0, 0.5, 1.2, 0.9], (1.0, 1, 2, 0))
     assert kinds(decide(policy(policy="replace"), now, 500, (2, 4))) == []
 
 
@@ -252,7 +252,7 @@ def test_families_do_not_fall_below_k():
     dead = {"dead_LE": torch.tensor([[0.0, 200, 0, 300]])}
     for which, kind, parent in (("resize", "retire", None), ("replace", "revive", 2)):
         for more, expert in (({}, 3), (families, 1)):
-            now = worth([1.0, 0.5, 1.2, 0.4], (1.0, 1, 2, 1), **dead, **more)
+            now = follower([1.0, 0.5, 1.2, 0.4], (1.0, 1, 2, 1), **dead, **more)
             found = decide(policy(policy=which, clone_above=9), now, 500, (2, 4))
             assert kinds(found) == [(kind, expert, parent)]
     counts_LE, alone = torch.tensor([[9.0, 0, 1, 0]]), torch.tensor([[0.0, 0, 0, 300]])
@@ -305,7 +305,7 @@ def test_importance_is_an_average_over_applied_steps(how):
         surgery=SurgeryConfig(importance=how, importance_decay=0.5, policy="resize"),
         model=types.SimpleNamespace(config=model.config),
     )
-    worth = make_worth(config, model, optimizer, torch.device("cpu"))
+    follower = ExpertImportance.make(config, model, optimizer, torch.device("cpu"), 8)
     wanted_LE = torch.zeros(2, E)
     for step in range(4):
         optimizer.zero_grad()
@@ -314,7 +314,7 @@ def test_importance_is_an_average_over_applied_steps(how):
         (out.loss_sum / tokens_BL.numel()).backward()
         stats = out.router.detach()
         applied = torch.tensor(float(step != 2))
-        worth.before_update()
+        follower.before_update()
         if step != 2:
             now_LE = {
                 "load": 6 * stats.counts_E / stats.counts_E.sum(1, keepdim=True),
@@ -331,15 +331,15 @@ def test_importance_is_an_average_over_applied_steps(how):
                 now_LE = now_LE / stats.rows_E.clamp(min=1)
             wanted_LE = 0.5 * wanted_LE + 0.5 * now_LE
         optimizer.step(1e-3)
-        worth.update(stats, applied)
+        follower.after_update(stats, applied)
     assert wanted_LE[:, :6].min() > 0
-    torch.testing.assert_close(worth.importance_LE, wanted_LE.float().detach())
-    assert not worth.importance_LE[:, 6:].any()
-    worth.changed(Change("clone", 7, 2, layer=1), 40)
-    worth.changed(Change("retire", 0, layer=0), 50)
-    assert worth.importance_LE[1, 7] == worth.importance_LE[1, 2] > 0
-    assert worth.importance_LE[0, 0] == worth.load_LE[0, 0] == 0
-    assert worth.changed_L.tolist() == [50, 40]
+    torch.testing.assert_close(follower.importance_LE, wanted_LE.float().detach())
+    assert not follower.importance_LE[:, 6:].any()
+    follower.expert_changed(Change("clone", 7, 2, layer=1), 40)
+    follower.expert_changed(Change("retire", 0, layer=0), 50)
+    assert follower.importance_LE[1, 7] == follower.importance_LE[1, 2] > 0
+    assert follower.importance_LE[0, 0] == follower.load_LE[0, 0] == 0
+    assert follower.changed_L.tolist() == [50, 40]
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
@@ -352,20 +352,22 @@ def test_what_goes_with_an_expert_is_read_wherever_its_gradient_lies(accumulates
         surgery=SurgeryConfig(importance="taylor", importance_decay=0.0, policy="resize"),
         model=types.SimpleNamespace(config=model.config),
     )
-    worth = make_worth(config, model, optimizer, torch.device("cpu"))
+    follower = ExpertImportance.make(config, model, optimizer, torch.device("cpu"), 8)
     for step in range(3):
         optimizer.zero_grad()
         out = model(tokens(step), labels_BL=tokens(step).roll(-1, 1))
         (out.loss_sum / 256).backward()
-        worth.before_update()
-        worth.update(out.router.detach())
+        follower.before_update()
+        follower.after_update(out.router.detach(), torch.tensor(1.0))
         held, gradients = optimizer.tensors(), optimizer.gradients()
         for layer in range(2):
             name = f"layers.{layer}.moe.w2"
             product = held[f"weights/{name}"].double() * gradients[name].double()
             wanted_E = product.view(E, -1).sum(1).abs().float()
             assert wanted_E[:6].min() > 0
-            torch.testing.assert_close(worth.importance_LE[layer], wanted_E, rtol=1e-3, atol=1e-7)
+            torch.testing.assert_close(
+                follower.importance_LE[layer], wanted_E, rtol=1e-3, atol=1e-7
+            )
         optimizer.step(1e-2)
 
 

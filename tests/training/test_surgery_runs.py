@@ -94,7 +94,7 @@ def test_a_run_with_a_clone_and_a_retirement(tiny_config, monkeypatch, tmp_path)
     for died in (5, 8):  # from the checkpoint of step 4: before, and after, the last events
 
         def dies(*arguments, died=died, **keywords):
-            if keywords["step"] == died:
+            if arguments[0].step == died:
                 raise RuntimeError("a fault")
             return real(*arguments, **keywords)
 
@@ -140,7 +140,7 @@ def test_the_policy_resizes_and_goes_on_bit_for_bit(tiny_config, monkeypatch, tm
     real = train.train_step
 
     def dies(*arguments, **keywords):
-        if keywords["step"] == 8:
+        if arguments[0].step == 8:
             raise RuntimeError("a fault")
         return real(*arguments, **keywords)
 

@@ -24,9 +24,9 @@ from tests.training.conftest import STEPS
 from training import health
 from training.checkpoint.files import MANIFEST, damage, read_state, read_weights
 from training.optim.schedule import learning_rate
+from training.report import log_step
 from training.report import run_log as logging
-from training.report import status
-from training.report.run_log import read_lines, read_metrics
+from training.report.files import read_lines, read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -68,8 +68,8 @@ def before_step(monkeypatch, number: int, action) -> None:
     step = train.train_step
 
     def wrapped(*arguments, **keywords):
-        if keywords["step"] == number:
-            action(*arguments)
+        if arguments[0].step == number:
+            action(arguments[0].model, arguments[0].optimizer)
         return step(*arguments, **keywords)
 
     monkeypatch.setattr(train, "train_step", wrapped)
@@ -81,7 +81,7 @@ def break_loss(monkeypatch, steps: set[int], value: float) -> None:
     now = [0]
 
     def wrapped(*arguments, **keywords):
-        now[0] = keywords["step"]
+        now[0] = arguments[0].step
         result = step(*arguments, **keywords)
         now[0] = 0
         return result
@@ -154,7 +154,6 @@ def test_plots_are_drawn_and_cannot_fail_the_run(run, tmp_path, monkeypatch, cap
     assert (tmp_path / "runs/drawn/plots/loss.png").read_bytes()[1:4] == b"PNG"
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "training.report.plots", None)
     assert run("run.name=undrawn", *arguments) == 0
     assert "no plots" in capsys.readouterr().out
 
@@ -235,7 +234,7 @@ def test_the_number_of_experts_falls_and_is_told(run, tmp_path):
 def test_lasting_faults_of_routing_are_told_once_and_resume_exactly(run, tmp_path, monkeypatch):
     monkeypatch.setattr(health, "ALARM_VIOLATION", -1.0)  # every load is uneven
     monkeypatch.setattr(health, "ALARM_STEPS", 5)
-    monkeypatch.setattr(status, "LOAD_LINES", 4)
+    monkeypatch.setattr(log_step, "LOAD_LINES", 4)
     assert run("run.name=a") == 0
     folder = tmp_path / "runs/a"
     told = events(folder, "routing_alarm")
@@ -269,7 +268,7 @@ def test_a_calibrated_start_changes_the_bias_and_not_the_data(run, tmp_path, mon
     seen = {}
 
     def look(name):
-        def action(model, *_):
+        def action(model, _):
             seen[name] = torch.stack([layer.moe.router.selection_bias for layer in model.layers])
 
         return action
@@ -431,7 +430,7 @@ def test_stop_policy(run, tmp_path, monkeypatch, capsys):
 
 
 def test_weights_that_are_not_finite_are_never_saved(run, tmp_path, monkeypatch, capsys):
-    def poison(model, optimizer, *_):
+    def poison(_, optimizer):
         optimizer.flats[0].master.data[3] = float("nan")
 
     with monkeypatch.context() as patch:
@@ -466,7 +465,7 @@ def test_a_step_without_any_target_is_left_out(run, whole, tmp_path, monkeypatch
 
 
 def test_out_of_memory_says_how_routing_is_spread(run, monkeypatch, capsys):
-    def one_expert(model, *_):
+    def one_expert(model, _):
         for layer in model.layers:
             layer.moe.router.weight.data.zero_()  # of equal logits the first expert wins
 

@@ -118,7 +118,9 @@ def test_c14_a_run_with_damaged_checkpoints_alone_is_refused(run, tmp_path, caps
     assert run(*settings, "run.name=unfinished") == 0
 
 
-@pytest.mark.parametrize("place", ["load_tokenizer", "build_data", "make_trainee", "make_probe"])
+@pytest.mark.parametrize(
+    "place", ["load_tokenizer", "build_data", "make_train_state", "make_probe"]
+)
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])
 def test_c12_a_fault_during_the_start_shows_its_traceback(
     run, tmp_path, monkeypatch, capsys, place, kind

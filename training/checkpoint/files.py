@@ -48,7 +48,7 @@ from models.errors import brief
 from parallel import World, from_main, gather
 from parallel.flat_shard import ShardLoadPlanner, ShardSavePlanner, local_of, with_local
 from training.checkpoint.metadata import MetadataError, Reader, read_metadata
-from training.report.run_log import DISK_FULL
+from training.report.files import DISK_FULL
 
 # One process needs no process group, and says so on purpose (no_dist=True).
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")

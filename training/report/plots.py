@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from training.report.record import Record, Series, read_run, unigram_entropy
 
 if TYPE_CHECKING:
@@ -155,8 +157,6 @@ def figures(
 
 
 def _heat_map(layers: dict[int, Series]) -> Figure:
-    import numpy as np
-
     figure, axes = _figure("fullest expert by MoE layer", "MoE layer")
     steps = sorted({step for series in layers.values() for step in series.steps})
     columns = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, 120).astype(int))]
@@ -186,7 +186,6 @@ def _heat_map(layers: dict[int, Series]) -> Figure:
 
 def _load_maps(lines: list[dict]) -> Figure:
     """Load of every expert over time, a panel for each of at most `PANELS` layers."""
-    import numpy as np
     from matplotlib.figure import Figure
 
     load_WLE = np.array([line["load"] for line in lines])

@@ -23,13 +23,13 @@ from moe.surgery import Change, change_state, noise_for
 from parallel.flat_shard import local_of, read_range, write_range
 from training.config.expert_checks import least_experts
 from training.faults import RunFailed
-from training.surgery.importance import layer_names
+from training.surgery.importance import ExpertImportance, layer_names
 from training.surgery.policy import Seen, calendar, choose_revivals, decide, level, scheduled
 
 if TYPE_CHECKING:
     from parallel.engine import Engine
     from training.optim.master import MasterAdamW
-    from training.run_state import Job
+    from training.run_state import RunState
 
 WEIGHTS = ("w1", "w2", "router.weight")
 
@@ -97,15 +97,15 @@ class Done:
     """Loss of the probe before and after."""
 
 
-def change_experts(job: Job) -> list[Done]:
+def change_experts(state: RunState) -> list[Done]:
     """What is due after the step just logged; all that was done. All processes call it alike."""
-    config, step = job.config, job.progress.step
-    after, times = config.router.revive_after, calendar(job.config, job.steps)
-    if job.read is None or job.read.counts_LE is None:
+    config, step = state.config, state.step
+    after, times = config.router.revive_after, calendar(config, state.steps)
+    if state.last_window is None or state.last_window.counts_LE is None:
         return []
     if after is None and not times.due(step):
         return []
-    seen = look(job)
+    seen = look(state)
     changes = scheduled(config.surgery.events, step, seen)
     done: list[Done] = []
     if step == times.level_at:
@@ -114,16 +114,16 @@ def change_experts(job: Job) -> list[Done]:
         least, slots = least_experts(config), config.model.config.num_experts
         limits = (config.surgery.min_experts or least, config.surgery.max_experts or slots)
         wanted, low_LE = decide(config.surgery, seen, step, limits, step <= times.clone_until)
-        job.trainee.worth.low_LE.copy_(low_LE)
+        state.train.follower(ExpertImportance).low_LE.copy_(low_LE)
         wanted = [change for change in wanted if not _touches(change, changes)]
         if config.surgery.dry_run:
             done += [Done(wanted, dry=True)] if wanted else []
         else:
             changes += wanted
-    done += _make(job, changes, dormant=config.surgery.clone == "dormant") if changes else []
+    done += _make(state, changes, dormant=config.surgery.clone == "dormant") if changes else []
     if after is not None:
         revivals = [c for c in choose_revivals(seen, after) if not _touches(c, changes)]
-        done += _make(job, revivals, dormant=False) if revivals else []
+        done += _make(state, revivals, dormant=False) if revivals else []
     return done
 
 
@@ -131,50 +131,49 @@ def _touches(change: Change, others: Sequence[Change]) -> bool:
     return any(change.layer == other.layer for other in others)
 
 
-def look(job: Job) -> Seen:
+def look(state: RunState) -> Seen:
     """The numbers of the last step, and of the averages; waits for the device."""
-    read, worth, routers = job.read, job.trainee.worth, routers_of(job.model)
-    names = () if worth is None else ("importance_LE", "load_LE", "low_LE", "changed_L")
-    numbers = {name: getattr(worth, name) for name in names}
+    window, routers = state.last_window, routers_of(state.model)
+    importance = state.train.follower(ExpertImportance)
+    names = () if importance is None else ("importance_LE", "load_LE", "low_LE", "changed_L")
+    numbers = {name: getattr(importance, name) for name in names}
     numbers["family_LE"] = stacked(routers, "family_E")
     active_LE, numbers = to_host((stacked(routers, "active_E"), numbers))
-    counts_LE = read.counts_LE
+    counts_LE = window.counts_LE
     return Seen(
         torch.ones_like(counts_LE, dtype=torch.bool) if active_LE is None else active_LE.bool(),
         counts_LE,
-        read.health["health/dead"].view(counts_LE.shape),
+        window.health.dead_LE,
         k=routers[0].k,
         **numbers,
     )
 
 
-def _make(job: Job, changes: list[Change], dormant: bool) -> list[Done]:
-    before = job.probe.loss()
+def _make(state: RunState, changes: list[Change], dormant: bool) -> list[Done]:
+    before = state.probe.loss()
     start = time.perf_counter()
     try:
         make_changes(
-            job.model,
-            job.optimizer,
+            state.model,
+            state.train.optimizer,
             changes,
             dormant=dormant,
-            noise=job.config.surgery.noise,
-            seed=job.config.run.seed,
-            step=job.progress.step,
+            noise=state.config.surgery.noise,
+            seed=state.config.run.seed,
+            step=state.step,
         )
     except ValueError as error:  # events that the policy has left no room for
-        raise RunFailed(f"step {job.progress.step}: {error}") from error
-    health, worth = job.trainee.health, job.trainee.worth
+        raise RunFailed(f"step {state.step}: {error}") from error
     for change in changes:
-        health.dead_LE[change.layer, change.expert] = 0.0
-        if worth is not None:
-            worth.changed(change, job.progress.step)
-    active_LE, experts = stacked(routers_of(job.model), "active_E"), None
+        for follower in state.train.followers:
+            follower.expert_changed(change, state.step)
+    active_LE, experts = stacked(routers_of(state.model), "active_E"), None
     if active_LE is not None:  # waits for all of it
         experts = [int(count) for count in active_LE.sum(dim=1).tolist()]
-    elif job.device.type == "cuda":
-        torch.cuda.synchronize(job.device)
+    elif state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
     seconds = time.perf_counter() - start
-    after = job.probe.loss()
-    job.probe.look()
+    after = state.probe.loss()
+    state.probe.refresh_baseline()
     loss = None if before is None else (before, after)
     return [Done(changes, experts=experts, seconds=seconds, probe_loss=loss)]

@@ -1,4 +1,4 @@
-"""What experts are worth, as the policy of `training.surgery.changes` sees it.
+"""Importance of the experts, as the policy of `training.surgery.changes` sees it.
 
 The numbers lie on the device, follow every step without being read, and are part of a checkpoint: a
 run that resumes from there takes the same decisions.
@@ -19,6 +19,7 @@ from moe.metrics import RouterStats, relative_load
 from moe.router import Router
 from moe.surgery import Change, move_rows
 from training.config.expert_checks import importance, uses_slots
+from training.follower import Follower
 
 if TYPE_CHECKING:
     from parallel.engine import Engine
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 _LONG_AGO = -1e9
 
 
-class Worth:
-    """What experts are worth, averaged over steps, and what the policy remembers; on the device.
+class ExpertImportance(Follower):
+    """Importance of every expert, averaged over steps, and what the policy remembers.
 
     Averages start at 0 and share their factor, so only ratios mean anything.
 
@@ -62,8 +63,29 @@ class Worth:
         self.changed_L = torch.full((layers,), _LONG_AGO, device=device)
         self._taylor_LE = torch.zeros_like(self.load_LE)
 
+    @staticmethod
+    def make(
+        config: Config,
+        model: nn.Module,
+        optimizer: MasterAdamW | Engine,
+        device: torch.device,
+        steps: int,
+    ) -> ExpertImportance | None:
+        """What to follow in this run; None where no expert comes or goes."""
+        routers = routers_of(model)
+        if not uses_slots(config) or not routers:
+            return None
+        slots, how = config.model.config.num_experts, importance(config)
+        return ExpertImportance(
+            len(routers),
+            slots,
+            how=how,
+            decay=config.surgery.importance_decay,
+            weights=lambda: down_projections(model, optimizer, slots),
+            device=device,
+        )
+
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: flat views to read from and load into."""
         return {
             "surgery/importance": self.importance_LE.view(-1),
             "surgery/load": self.load_LE.view(-1),
@@ -80,13 +102,8 @@ class Worth:
             self._taylor_LE.copy_(torch.stack(products).abs())
 
     @torch.no_grad()
-    def update(self, stats: RouterStats, applied: Tensor | None = None) -> None:
-        """Follow a step; nothing is read back.
-
-        Args:
-            stats: [L, ...], of the whole step.
-            applied: 0 if the step was skipped: nothing moves.
-        """
+    def after_update(self, stats: RouterStats, applied: Tensor) -> None:
+        """Nothing moves in a step that was skipped."""
         load_LE = relative_load(stats)
         load_LE = torch.where(load_LE < torch.inf, load_LE, 0.0).to(self.load_LE.dtype)
         if self.how == "load":
@@ -96,38 +113,18 @@ class Worth:
         else:
             per = stats.rows_E if self.how == "reap" else stats.tokens[:, None]
             now_LE = stats.importance_sum_E / per.clamp(min=1)
-        done_L1 = (stats.tokens > 0)[:, None]
-        if applied is not None:
-            done_L1 = done_L1 & (applied > 0)
+        done_L1 = ((stats.tokens > 0) & (applied > 0))[:, None]
         for average_LE, new_LE in ((self.importance_LE, now_LE), (self.load_LE, load_LE)):
             moved_LE = torch.lerp(new_LE.to(average_LE.dtype), average_LE, self.decay)
             average_LE.copy_(torch.where(done_L1, moved_LE, average_LE))
 
     @torch.no_grad()
-    def changed(self, change: Change, step: int) -> None:
+    def expert_changed(self, change: Change, step: int) -> None:
         """A copy is taken for what its parent is; a free slot is worth nothing."""
         for rows_LE in (self.importance_LE, self.load_LE):
             move_rows(rows_LE[change.layer], change)
         self.low_LE[change.layer, change.expert] = 0.0
         self.changed_L[change.layer] = step
-
-
-def make_worth(
-    config: Config, model: nn.Module, optimizer: MasterAdamW | Engine, device: torch.device
-) -> Worth | None:
-    """What to follow in this run; None where no expert comes or goes."""
-    routers = routers_of(model)
-    if not uses_slots(config) or not routers:
-        return None
-    slots, how = config.model.config.num_experts, importance(config)
-    return Worth(
-        len(routers),
-        slots,
-        how=how,
-        decay=config.surgery.importance_decay,
-        weights=lambda: down_projections(model, optimizer, slots),
-        device=device,
-    )
 
 
 def down_projections(

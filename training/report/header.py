@@ -1,0 +1,158 @@
+"""What a run says of itself at its start: where it stands, what the model is, what computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from models.attention import packed_backend
+from models.loss import loss_backend
+from moe.experts import picked_backend
+from moe.kernels.common.backend import pick_backend
+from training.config.expert_checks import start_experts
+from training.estimate.flops import counts_first, matmul_weights
+from training.optim.master import group_table
+from training.optim.schedule import warmup_steps
+from training.report.units import human_count
+
+if TYPE_CHECKING:
+    from training.config.sections import Config
+    from training.run import Run
+    from training.run_state import RunState
+
+_SCOPES = {
+    "global": "the whole step",
+    "lagged": "the step before",
+    "micro": "each process's micro-batch",
+    "sequence": "each row",
+}
+
+
+def wandb_settings(config: Config, run: Run) -> dict[str, Any] | None:
+    """Arguments of `wandb.init`; every attempt is a run of its own in the group of the run
+    folder."""
+    if config.log.wandb == "off":
+        return None
+    return {
+        "mode": config.log.wandb,
+        "project": config.log.wandb_project,
+        "dir": str(run.folder.absolute()),  # its service may have another working folder
+        "group": run.folder.name,
+        "name": f"{run.folder.name}-{run.attempt}",
+        "config": config.to_dict(),
+        # its summary of every metric would push what the run says at its end off the screen
+        "settings": {"silent": True},
+    }
+
+
+def log_run_header(state: RunState) -> None:
+    """Where the run stands, what the model is, and which parameters learn how."""
+    config, log, plan, run = state.config, state.log, state.plan, state.run
+    for sentence in run.passed_over:
+        log.event("checkpoint_passed_over", f"checkpoint {sentence}")
+    if run.changed:
+        log.event("settings_changed", f"settings changed since then: {'; '.join(run.changed)}")
+    for line in state.data.describe():
+        log.say(f"data: {line}")
+    active, total = matmul_weights(state.model.config)
+    processes = f"{plan.world_size} x {plan.device}" if plan.world_size > 1 else plan.device
+    log.say(
+        f"model: {human_count(total)} weights in matrix products, {human_count(active)} for each "
+        f"token; {plan.dtype} on {processes}{', compiled' if plan.compile else ''}"
+    )
+    for line in what_runs(state):
+        log.say(line)
+    optim = config.optim
+    if "bfloat16" in (optim.weights, optim.moments):
+        log.say(
+            f"AdamW: weights in {optim.weights}, moments in {optim.moments}, bfloat16 by "
+            "stochastic rounding (routers: float32)"
+        )
+    if (taken := warmup_steps(optim.warmup_steps, state.steps)) != optim.warmup_steps:
+        log.warn(
+            f"warm-up takes {taken} of the {state.steps} steps, a tenth: "
+            f"optim.warmup_steps={optim.warmup_steps} is not below their number"
+        )
+    if config.train.cuda_graph:
+        log.say("steps are captured as CUDA graphs")
+    if state.model.config.moe_layers and config.router.balance_coef:
+        log.say(
+            f"balance loss: weight {config.router.balance_coef:g}, compared with the load of "
+            f"{_SCOPES[config.router.balance_scope]}"
+        )
+        if counts_first(config, plan.accumulation):
+            log.say(
+                f"  a step's {plan.accumulation} micro-batches per process are counted in a "
+                "forward pass of their own first: a third more arithmetic; "
+                "router.balance_scope=lagged is free"
+            )
+    if state.model.config.moe_layers and config.router.bias_update != "none":
+        log.say(f"selection bias: updated after every step, rule {config.router.bias_update}")
+    started = start_experts(config)
+    if started is not None:
+        slots = state.model.config.num_experts
+        log.say(f"experts: {started} of {slots} slots in use at the start of the run")
+
+    def placement(group: str) -> str:
+        kind = {"experts": "expert", "router": "router"}.get(group.partition(" (")[0], "dense")
+        return str(state.device) if plan.engine is None else plan.mesh.placed(kind)
+
+    log.table("parameters", group_table(state.train.optimizer.groups, config.optim.lr, placement))
+    step = state.step
+    text = f"attempt {run.attempt}: "
+    text += f"resuming from {run.checkpoint}" if run.checkpoint else "starting"
+    log.event(
+        "start",
+        f"{text}; {state.steps} steps of {human_count(plan.tokens_per_step)} tokens in "
+        f"{run.folder}",
+        style="bold",
+        step=step,
+        steps=state.steps,
+        world_size=plan.world_size,
+        checkpoint=str(run.checkpoint) if run.checkpoint else None,
+        unigram_entropy=state.data.unigram_entropy() if log.active else None,
+    )
+
+
+def what_runs(state: RunState) -> Iterator[str]:
+    """A line each: tokenizer, kernels, attention, engine, as chosen for this run."""
+    tokenizer, plan = state.tokenizer, state.plan
+    name = state.config.data.tokenizer or "of the data"
+    yield f"tokenizer: {name}, {tokenizer.vocab_size:,} tokens, hash {tokenizer.hash[:12]}"
+    dtype = getattr(torch, plan.dtype)
+    loss = loss_backend(torch.empty(0, device=state.device, dtype=dtype))
+    experts = _experts_kernels(state, dtype)
+    yield f"kernels: {f'experts {experts}, ' if experts else ''}loss {loss}"
+    by = packed_backend(state.device, dtype, state.model.config.head_dim)
+    names = {"flash": "flash, of packed documents", "sdpa": "scaled_dot_product_attention"}
+    yield f"attention: {names[by]}"
+    if plan.engine is None:
+        yield "engine: none, one process"
+    else:
+        yield f"engine: {plan.engine}; layout: {plan.mesh.describe()}"
+
+
+def _experts_kernels(state: RunState, dtype: torch.dtype) -> str | None:
+    """What computes the experts of the first layer that has some; None for a dense model."""
+    config, model = state.config, state.model.config
+    if not model.moe_layers:
+        return None
+    layer = model.moe_config(model.moe_layers[0])
+    one = torch.empty(1, device=state.device, dtype=dtype)
+    if layer.expert_widths is not None:
+        return pick_backend(config.model.kernels, one)
+    tokens = state.plan.micro_batch_size * config.data.seq_len
+    E, D, N = layer.num_experts, layer.hidden_size, layer.expert_size
+    picked = picked_backend(
+        config.model.kernels,
+        one.expand(tokens, D),
+        one.expand(E, 2 * N, D),
+        one.expand(E, D, N),
+        None,
+        None,
+        layer.activation,
+        tokens * layer.num_experts_per_tok,
+    )
+    return f"products of sparse matrices ({picked})" if config.model.kernels == "spmm" else picked
