@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -73,16 +74,23 @@ def listed(kind: Callable[[str], Any] = str) -> Callable[[str], list]:
     return read
 
 
+@contextmanager
+def told() -> Iterator[None]:
+    """Ends the program with one line and exit code 2 where the user has made a mistake."""
+    try:
+        yield
+    except ValidationError as error:  # options that fill a section of the config
+        fail(ValueError(first_line(error, {})))
+    except SCRIPT_ERRORS as error:
+        fail(error)
+
+
 def command(main: Main) -> Main:
-    """Ends `main` with one line and exit code 2 where the user has made a mistake."""
+    """A script's `main`, whose mistakes of the user's are told."""
 
     @functools.wraps(main)
     def run(arguments: list[str] | None = None) -> int:
-        try:
+        with told():
             return main(arguments)
-        except ValidationError as error:  # options that fill a section of the config
-            fail(ValueError(first_line(error, {})))
-        except SCRIPT_ERRORS as error:
-            fail(error)
 
     return run

@@ -20,14 +20,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from training.report.record import Record
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -157,22 +154,16 @@ def _triton(torch) -> Check:
 
 def _kernel_check(torch, triton) -> Check:
     """Run the expert layer on the GPU in both implementations."""
-    from moe.layer import MoE, MoEConfig
+    from moe import MoE, MoEConfig
 
+    sizes = {"hidden_size": 64, "expert_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+    outputs = []
     try:
-        outputs = []
         for kernels in ("auto", "reference"):
-            config = MoEConfig(
-                hidden_size=64,
-                expert_size=32,
-                num_experts=8,
-                num_experts_per_tok=2,
-                kernels=kernels,
-            )
             torch.manual_seed(0)
-            layer = MoE(config, device="cuda", dtype=torch.bfloat16)
-            x_TD = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
-            outputs.append(layer(x_TD)[0].float())
+            options = {"device": "cuda", "dtype": torch.bfloat16}
+            layer = MoE(MoEConfig(**sizes, kernels=kernels), **options)
+            outputs.append(layer(torch.randn(256, 64, **options))[0].float())
         difference = (outputs[0] - outputs[1]).abs().max() / outputs[1].abs().max()
     except Exception as error:
         return Check(
@@ -183,54 +174,43 @@ def _kernel_check(torch, triton) -> Check:
     if not difference < 0.05:
         return Check(
             "problem",
-            f"Triton {triton.__version__} computes the expert layer wrongly here: relative "
+            f"Triton {triton.__version__} computes the expert layer wrongly on this GPU: relative "
             f"difference {difference:.2g}",
             "model.kernels=reference; please report GPU, driver and versions",
         )
-    return Check("ok", f"Triton {triton.__version__}: expert layer right on the GPU")
+    return Check("ok", f"Triton {triton.__version__}: the expert layer is right on this GPU")
 
 
 def communication() -> Iterator[Check]:
     """Whether processes can talk to each other, tried with two on this machine."""
     import torch.distributed as dist
 
+    from parallel.processes import RankError, run_processes
+
     if not dist.is_available():
         yield Check("note", "torch.distributed is not in this build", "one process is possible")
         return
-    names = [
-        name
-        for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
-        if there
-    ]
-    code = (
-        "import sys, torch, torch.distributed as d, datetime\n"
-        "d.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=int(sys.argv[2]),\n"
-        "    world_size=2, timeout=datetime.timedelta(seconds=60))\n"
-        "x = torch.ones(1); d.all_reduce(x); assert x.item() == 2; d.destroy_process_group()\n"
-    )
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", code, f"{folder}/meet"]
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        both = [subprocess.Popen([*command, str(rank)], **options) for rank in range(2)]
-        try:
-            texts = [process.communicate(timeout=90)[0] for process in both]
-            failed = [t for t, process in zip(texts, both) if process.returncode]
-        except subprocess.TimeoutExpired:
-            failed = ["no answer within 90 s"]
-        finally:
-            for process in both:
-                process.kill()
-    if failed:
-        lines = failed[0].strip().splitlines() or ["no message"]
+    try:
+        run_processes(2, meet, device_type="cpu", timeout_s=60)
+    except RankError as error:
         yield Check(
             "warning",
-            f"two processes cannot reach each other over gloo: {lines[-1]}",
+            f"two processes cannot reach each other over gloo: {str(error).splitlines()[-1]}",
             "one process works; for more, name the network card: GLOO_SOCKET_IFNAME=lo (or eth0)",
         )
-    else:
-        yield Check("ok", f"backends {' and '.join(names)}; two processes talk over gloo")
+        return
+    nccl = " and nccl" if dist.is_nccl_available() else ""
+    yield Check("ok", f"backends gloo{nccl}; two processes can talk over gloo")
+
+
+def meet() -> None:
+    """What each of two processes does."""
+    import torch
+    import torch.distributed as dist
+
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    assert found.item() == 2, found
 
 
 def machine() -> Iterator[Check]:
@@ -322,16 +302,21 @@ def environment() -> Iterator[Check]:
             )
 
 
-def run_checks(record: Record) -> Iterator[Check]:
-    """How a run is doing."""
-    from training.report.findings import findings
+def run_checks(folder: Path) -> tuple[Path, list[Check]]:
+    """A run's folder, and how it is doing.
 
-    found = findings(record)
-    for finding in found:
-        yield Check(finding.level, finding.seen, finding.remedy)
+    Raises:
+        UserError: no such run.
+    """
+    from training.report.findings import findings
+    from training.report.record import read_run
+
+    record = read_run(folder)
+    found = [Check(finding.level, finding.seen, finding.remedy) for finding in findings(record)]
     if not found:
-        last = record.last
-        yield Check("ok", f"nothing stands out up to step {last['step']}, loss {last['loss']:.3f}")
+        step, loss = record.last["step"], record.last["loss"]
+        found.append(Check("ok", f"nothing stands out up to step {step}, loss {loss:.3f}"))
+    return record.folder, found
 
 
 MARK = {"ok": "ok      ", "note": "note    ", "warning": "warning ", "problem": "PROBLEM "}
@@ -343,29 +328,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("run", nargs="?", help="run folder, or a checkpoint in it")
     options = parser.parse_args(arguments)
+    parts: list[tuple[str, Iterable[Check]]] = [("this machine", environment())]
+    if options.run is not None:
+        from scripts._command import told
 
+        with told():
+            folder, checks = run_checks(Path(options.run).expanduser())
+        parts.insert(0, (f"run {folder}", checks))
     counts = dict.fromkeys(MARK, 0)
-
-    def show(title: str, checks: Iterator[Check]) -> None:
+    for title, checks in parts:
         print(title)
         for check in checks:
             counts[check.level] += 1
             print(f"  {MARK[check.level]}{check.seen}", flush=True)
             if check.remedy:
                 print(f"            → {check.remedy}")
-
-    if options.run is not None:
-        from models.errors import UserError
-        from training.config.load import user_path
-        from training.report.record import read_run
-
-        try:
-            record = read_run(user_path(options.run))
-        except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        show(f"run {record.folder}", run_checks(record))
-    show("this machine", environment())
     print(f"{counts['problem']} problems, {counts['warning']} warnings, {counts['note']} notes")
     return 1 if counts["problem"] else 0
 

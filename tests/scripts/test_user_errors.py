@@ -56,7 +56,9 @@ def test_c12_doctor_shows_faults(monkeypatch, script, tmp_path, capsys) -> None:
     with pytest.raises(ValueError, match="of a library"):
         module.main([str(tmp_path)])
     monkeypatch.undo()
-    assert module.main([str(tmp_path / "nowhere")]) == 2
+    with pytest.raises(SystemExit) as stop:
+        module.main([str(tmp_path / "nowhere")])
+    assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
