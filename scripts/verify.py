@@ -4,17 +4,16 @@
     python scripts/verify.py configs/x.yaml --nproc 4 parallel.nodes=2 parallel.expert=2
     python scripts/verify.py configs/x.yaml --nproc 2 parallel.engine=deepspeed --all
 
-Takes the config with its architecture at small widths (every switch, the number of experts and K
-stay), trains two steps on random tokens in one process and again on --nproc processes of this
-machine, in float32, with the trainer's own model, engine and step, and compares. Micro-batches are
-short and unequal; one of them has no token at all.
+The model is the config's at reduced widths and depth (hidden size 64, at most two layers with
+experts; every switch, the number of experts and K stay). It trains two steps on random tokens in
+one process and again on --nproc processes of this machine, in float32, with the trainer's own
+model, engine and step. Micro-batches are short and unequal; one of them has no token at all.
 
 Exit code 0: equal within the tolerances; 1: a difference; 2: a mistake in the config.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from dataclasses import dataclass
@@ -32,13 +31,13 @@ from parallel import World
 from parallel.flat_shard import FlatShard, assemble, local_of, with_local
 from parallel.processes import RankError, run_processes
 from parallel.world import joined
+from scripts._command import bounded, command, make_parser
 from training.assemble import make_train_state
 from training.config.build import Config, ConfigError, Plan, field_names, load_config, make_plan
 from training.config.checks import refuse_sharded
-from training.config.load import expand_home, first_line
+from training.config.load import first_line
 from training.data.batch import Batch, make_batch
 from training.data.order import Row
-from training.faults import USER_ERRORS
 from training.report.window import read_window
 from training.step import agree_on_step, begin_step, train_step
 
@@ -313,53 +312,39 @@ def _one(config: Config) -> Config:
 # ---- the program -------------------------------------------------------------------------------
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "config", type=expand_home, nargs="?", help="YAML file; default: the quickstart's"
-    )
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    parser.add_argument("--nproc", type=int, required=True, help="processes of the layout")
-    parser.add_argument(
-        "--micro-batches", type=int, default=2, help="of a process in one step; default: 2"
-    )
-    parser.add_argument("--all", action="store_true", help="show every tensor")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds until a hang is told")
+@command
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser(__doc__, config=True)
+    add, at_least_1 = parser.add_argument, bounded(least=1)
+    add("--nproc", type=bounded(least=2), required=True, help="number of processes of the layout")
+    add("--micro-batches", type=at_least_1, default=2, help="per process and step (default 2)")
+    add("--all", action="store_true", help="show every tensor")
+    add(
+        "--timeout", type=bounded(float, least=1), default=900.0,
+        help="seconds before a hang is reported (default 900)",
+    )  # fmt: skip
     given = parser.parse_intermixed_args(arguments)
-    if given.config is not None and "=" in given.config:
-        given.config, given.overrides = None, [given.config, *given.overrides]
-    try:
-        for key, value, least in (
-            ("nproc", given.nproc, 2),
-            ("micro-batches", given.micro_batches, 1),
-            ("timeout", given.timeout, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"--{key}={value} must be at least {least}")
-        config = load_config(given.config, given.overrides)
-        small, plan, alone = plans(config, given.nproc)
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = load_config(given.config, given.overrides)
+    small, plan, alone = plans(config, given.nproc)
     print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
+    model = small.model.config
+    print(
+        f"reduced model: hidden size {model.hidden_size}, {model.num_hidden_layers} layers, "
+        f"{model.num_experts} experts, {model.num_experts_per_tok} per token; float32"
+    )
     if config.router.rounding != "none":
-        print(
-            "token rounding is left out: it depends on which tokens a process has, and so on the "
-            "layout"
-        )
+        print("token rounding is left out: it depends on which tokens a process has")
     if plan.exchange.payload == "float8":
-        print("payload=float8 rounds dispatched rows, and has wide tolerances of its own")
+        print("payload=float8 rounds the rows that travel, and has wide tolerances of its own")
     try:
         parts = run_processes(
             given.nproc, as_layout, small, plan, given.micro_batches,
             device_type=plan.device, timeout_s=given.timeout,
         )  # fmt: skip
-        whole = put_together(parts)
     except RankError as error:
         print(f"the layout failed: {error}", file=sys.stderr)
         return 1
+    whole = put_together(parts)
     one = one_process(small, alone, given.nproc, given.micro_batches)
     rows = compare(one, whole, "float8" if plan.exchange.payload == "float8" else plan.device)
     print(f"\n{table(rows, given.all)}\n")
@@ -372,4 +357,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from models.errors import UserError
 from parallel.processes import RankError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Script, one of its parts, and words with which main comes to that part.
 PARTS = [
@@ -16,7 +20,7 @@ PARTS = [
     ("report", "read_run", ["run"]),
     ("prepare_data", "make_reader", ["text", "--out", "store", "--train-tokenizer", "300"]),
     ("to_gguf", "convert", ["folder", "file"]),
-    ("verify", "plans", ["--nproc", "2"]),
+    ("verify", "plans", [str(ROOT / "configs/quickstart.yaml"), "--nproc", "2"]),
 ]
 
 
@@ -69,7 +73,14 @@ def test_c12_verify_shows_faults_of_its_own_comparison(monkeypatch, script, caps
     def failed(*_, **__):
         raise RankError("process 1: it broke")
 
-    words = ["--nproc", "2", "parallel.expert=2", "parallel.nodes=2", "run.device=cpu"]
+    words = [
+        str(ROOT / "configs/quickstart.yaml"),
+        "--nproc",
+        "2",
+        "parallel.expert=2",
+        "parallel.nodes=2",
+        "run.device=cpu",
+    ]
     monkeypatch.setattr(module, "run_processes", failed)
     assert module.main(words) == 1
     assert "the layout failed: process 1: it broke" in capsys.readouterr().err
