@@ -30,8 +30,6 @@ class Documents:
     """int32 [N+1] on the batch's device: 0, then where each segment ends."""
     lengths: tuple[int, ...]
     """The N lengths on the host, so that no step has to read them back from the device."""
-    max_length: int
-    """The longest segment."""
 
     @classmethod
     def from_lengths(
@@ -45,7 +43,7 @@ class Documents:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"documents: every segment needs at least one token, got {lengths}")
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(ends.to(device), lengths, max(lengths))
+        return cls(ends.to(device), lengths)
 
     @cached_property
     def lengths_N(self) -> Tensor:
@@ -61,7 +59,7 @@ class Documents:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Documents:
         """The same documents with the borders on `device`."""
         moved = self.cu_seqlens_N1.to(device, non_blocking=non_blocking)
-        return Documents(moved, self.lengths, self.max_length)
+        return Documents(moved, self.lengths)
 
     def check(self, rows: int, row_length: int) -> None:
         """ValueError unless the segments fill `rows` rows of `row_length` tokens without crossing

@@ -152,13 +152,13 @@ def _tokenizer_problems(
     for text in (*TRICKY, *spelled):
         # transformers reads a special token's name as the token unless told not to.
         found = loaded(text, split_special_tokens=text in spelled)["input_ids"]
-        wanted = tokenizer.begun(text)
+        wanted = tokenizer.encode_with_bos(text)
         if found != wanted:
             problems.append(
                 f"AutoTokenizer reads {text!r} as {found[:12]}, the run as {wanted[:12]}"
             )
     for token in specials:
-        own = tokenizer.special_id(token)
+        own = tokenizer.token_to_id(token)
         if loaded.convert_tokens_to_ids(token) != own:
             problems.append(f"AutoTokenizer knows {token!r} by another id than the run's {own}")
     if not problems:

@@ -57,7 +57,7 @@ def pad_documents(documents: Documents, count: int) -> Documents:
         raise ValueError(f"{len(documents.lengths)} documents do not fit {count} places")
     ends_N1 = documents.cu_seqlens_N1
     padded_N1 = torch.cat([ends_N1, ends_N1[-1:].expand(missing)])
-    return Documents(padded_N1, (*documents.lengths, *(0,) * missing), documents.max_length)
+    return Documents(padded_N1, (*documents.lengths, *(0,) * missing))
 
 
 def places(batches: Sequence[Batch]) -> int:

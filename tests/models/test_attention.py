@@ -134,7 +134,6 @@ def test_positions_restart_with_every_document() -> None:
     assert documents.positions().tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert documents.cu_seqlens_N1.tolist() == [0, 3, 4, 8]
     assert documents.cu_seqlens_N1.dtype == torch.int32
-    assert documents.max_length == 4
 
 
 def test_wrong_documents_are_refused() -> None:

@@ -29,7 +29,6 @@ def test_a_batch_by_hand(tmp_path: Path) -> None:
     assert batch.documents.lengths == (4, 3, 1, 4)
     assert batch.documents.cu_seqlens_N1.tolist() == [0, 4, 7, 8, 12]
     assert batch.documents.cu_seqlens_N1.dtype == torch.int32
-    assert batch.documents.max_length == 4
     assert batch.source_B.tolist() == [0, 0, -1]
     assert batch.rows == ((0, 0, 0), (0, 0, 1), NO_ROW)
     assert (batch.num_targets, batch.num_tokens) == (5, 7)

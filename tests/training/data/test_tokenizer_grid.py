@@ -155,7 +155,7 @@ def test_b2_b4_training_ids_are_those_of_generation(grid) -> None:
         begin = [tokenizer.bos_id] * tokenizer.add_bos
         starts = [0, *ends[:-1].tolist()]
         rows = [begin + ids[a:b].tolist() for a, b in zip(starts, ends, strict=True)]
-        assert rows == [tokenizer.begun(text) for text in TEXTS], folder
+        assert rows == [tokenizer.encode_with_bos(text) for text in TEXTS], folder
         # However it was named, with and without a post-processor of its own: the same ids.
         kind = Path(folder).name.split("-")[0]
         assert sources.setdefault((kind, tokenizer.add_bos), rows) == rows
@@ -171,7 +171,7 @@ def test_b5_ordinary_text_gives_no_control_id(grid) -> None:
 
 def ask(grid, tmp_path: Path, **environment: str) -> dict:
     """What a transformers in a process of its own makes of the exported folders."""
-    cases = {folder: [t.begun(text) for text in TEXTS] for folder, t in grid.items()}
+    cases = {folder: [t.encode_with_bos(text) for text in TEXTS] for folder, t in grid.items()}
     (tmp_path / "cases.json").write_text(json.dumps([TEXTS, SPELLED, cases]))
     done = subprocess.run(
         [sys.executable, "-c", ASK, str(tmp_path / "cases.json")],

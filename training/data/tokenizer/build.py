@@ -31,6 +31,16 @@ def build_tokenizer(
     eos_token: str | None,
     bos_token: str | None,
 ) -> TextTokenizer:
+    """A tokenizer whose end, begin and padding tokens are known.
+
+    Args:
+        side_files: content of tokenizer_config.json, special_tokens_map.json and the chat template.
+        name: of the tokenizer, in messages.
+        eos_token, bos_token: win over what the files name.
+
+    Raises:
+        DataError: no end token is known, or ordinary text becomes a control token.
+    """
     config = json.loads(side_files.get("tokenizer_config.json", b"{}"))
     named = _named_tokens(side_files)
     eos_id = _token_id(backend, name, "eos_token", eos_token, named, _KNOWN_EOS)

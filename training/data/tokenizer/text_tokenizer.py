@@ -64,15 +64,15 @@ class TextTokenizer:
         bos = None if self.bos_id is None else self.backend.id_to_token(self.bos_id)
         return bos, self.backend.id_to_token(self.eos_id)
 
-    def begun(self, text: str) -> list[int]:
-        """Ids of a text that begins as documents do in training."""
+    def encode_with_bos(self, text: str) -> list[int]:
+        """Ids of a text, after the begin token if documents begin with it."""
         return [self.bos_id] * self.add_bos + self.encode(text).tolist()
 
     def prompt(self, text: str) -> list[int]:
         """Ids that a model continues; where a text has none, those of a new document."""
-        return self.begun(text) or [self.eos_id]
+        return self.encode_with_bos(text) or [self.eos_id]
 
-    def special_id(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         """Id of a token by its name."""
         return self.backend.token_to_id(token)
 
