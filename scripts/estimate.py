@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from parallel import World
 from scripts._command import bounded, command, listed, make_parser
@@ -44,7 +43,8 @@ from training.assemble import make_train_state, model_config
 from training.config.build import Config, ConfigError, Plan, load_config, make_plan
 from training.data import load_tokenizer
 from training.device import PEAK_FLOPS, peak_flops
-from training.estimate.cost import Machine, layouts, parameters, step_cost
+from training.estimate.cost import Machine, layouts, step_cost
+from training.estimate.counts import active_parameters, parameter_counts
 from training.estimate.flops import counts_first, flops_per_token
 from training.estimate.memory import DTYPES, Memory, process_memory
 from training.estimate.speed import basis, step_seconds
@@ -117,24 +117,6 @@ def card(name: str) -> str:
 # ---- parameters, memory, work --------------------------------------------------------------------
 
 
-def parameter_counts(config: Config) -> dict[str, int]:
-    """Parameters by kind, of the model as it is built (on the meta device)."""
-    model = build_model(config.model.config, device="meta")
-    kinds = parameter_kinds(model)
-    counts: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        counts[kinds[name]] = counts.get(kinds[name], 0) + parameter.numel()
-    return counts
-
-
-def active_parameters(config: Config, counts: dict[str, int]) -> int:
-    """Parameters that one token meets, the embedding table included, as model cards count."""
-    model = config.model.config
-    experts = counts.get("expert", 0)
-    unused = experts * (model.num_experts - model.num_experts_per_tok) // model.num_experts
-    return sum(counts.values()) - unused
-
-
 def padding(model: ModelConfig) -> int:
     """Zeros that an exported folder has beside the parameters: experts are padded to the widest."""
     widths = [model.expert_widths(layer) or () for layer in model.moe_layers]
@@ -153,7 +135,7 @@ def show(title: str, rows: list[tuple[str, str, str]]) -> None:
 
 
 def show_parameters(config: Config, counts: dict[str, int]) -> None:
-    total, active = sum(counts.values()), active_parameters(config, counts)
+    total, active = sum(counts.values()), active_parameters(config.model.config, counts)
     rows = [(kind, human_count(counts[kind]), "") for kind in sorted(counts, key=counts.get)[::-1]]
     rows += [
         ("all", human_count(total), f"{total:,}"),
@@ -461,7 +443,7 @@ def show_layouts(options: argparse.Namespace, config: Config) -> int:
         "| GPUs | experts | split over | copies | compute | in node | between | of it tokens "
         "| all hidden | none hidden |\n|---|---|---|---|---|---|---|---|---|---|"
     )
-    counts = parameters(model)
+    counts = parameter_counts(model)
     for plan in plans:
         cost = step_cost(model, plan, machine, tokens, seq_len, options.micro_batches, counts)
         print(
@@ -490,7 +472,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.measure and not (plan.device == "cuda" and torch.cuda.is_available()):
         raise ConfigError("--measure needs a GPU on this machine, and run.device not cpu")
     print(plan.mesh.describe() if plan.engine else "one process")
-    counts, memory = parameter_counts(config), process_memory(config, plan)
+    counts, memory = parameter_counts(config.model.config), process_memory(config, plan)
     show_parameters(config, counts)
     show_memory(config, plan, memory)
     show_work(options, config, plan, sum(counts.values()))

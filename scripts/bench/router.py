@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speed of the router: logits → experts, gates, statistics and sorting metadata, on one GPU.
 
-    python scripts/bench/router.py                  all shapes; table, JSON and PNG under --out
+    python scripts/bench/router.py                  all shapes; table, and JSON under --out
     python scripts/bench/router.py --shapes 0,5     two of them
     python scripts/bench/router.py --kernels        each kernel of the forward and backward alone
     python scripts/bench/router.py --kernels --rounding     the same of token rounding
@@ -48,7 +48,6 @@ from scripts.bench.harness import (
     header,
     host_ms,
     parse,
-    plot,
 )
 
 SHAPES = [  # T, E, K
@@ -180,20 +179,6 @@ def fill(row: dict, T: int, E: int, K: int) -> None:
     }
 
 
-def draw(table: Table, path: Path) -> None:
-    """Speed over the two baselines, and the share of the copy's bandwidth."""
-    panels: dict[str, dict[str, dict]] = {"times faster than torch": {}, "share of copy": {}}
-    ratios, shares = panels.values()
-    for row in table.rows:
-        name = f"{row['T']}, {row['E']}, {row['K']}"
-        for kind, ratio in row.get("ratio", {}).items():
-            ratios.setdefault(kind, {})[name] = ratio
-        for kind in ("share", "backward share"):
-            if kind in row:
-                shares.setdefault(kind, {})[name] = row[kind]
-    plot(path, {title: list(series.items()) for title, series in panels.items()}, baseline=1.0)
-
-
 def bench_kernels(table: Table, shapes: list[tuple[int, int, int]], rounding: bool) -> None:
     """Mean microseconds of each kernel, by the profiler, over cold inputs."""
     for T, E, K in shapes:
@@ -242,7 +227,6 @@ def main(arguments: list[str] | None = None) -> int:
         bench_kernels(table, shapes, args.rounding)
     else:
         bench(table, shapes)
-        draw(table, args.out / "router.png")
     return finish(args)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from models.config import ModelConfig
 from parallel.mesh import plan_mesh
-from training.estimate import cost
+from training.estimate import cost, counts
 
 MODEL = ModelConfig(
     family="olmoe", vocab_size=100, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -26,8 +26,15 @@ def test_copies_with_few_experts_are_exact():
 
 
 def test_parameters_are_counted_by_kind():
-    found = cost.parameters(MODEL)
+    found = counts.parameter_counts(MODEL)
     assert (found["expert"], found["router"]) == (EXPERTS, 64)
+    assert counts.active_parameters(MODEL, found) == sum(found.values()) - EXPERTS * 6 // 8
+
+
+def test_what_a_process_keeps():
+    """Two nodes of two, experts over both: a quarter of them, half of the dense weights."""
+    assert counts.held(COUNTS, plan_mesh(4, 2, 2, num_experts=8)) == EXPERTS // 4 + 500 + 64
+    assert counts.held(COUNTS, plan_mesh(4, 2, 1, num_experts=8)) == EXPERTS // 2 + 500 + 64
 
 
 def test_bytes_of_both_placements():

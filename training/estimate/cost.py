@@ -8,14 +8,15 @@ hidden"). docs/scaling.md says what follows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb
 
 from models.config import ModelConfig
 from models.errors import UserError
 from parallel.mesh import MeshPlan, plan_mesh
-from training.estimate.flops import flops_per_token, matmul_weights
+from training.estimate.counts import held, parameter_counts
+from training.estimate.flops import flops_per_token
 
 # Weights, gradients and both moments of a parameter in float32, as the engines shard them.
 STATE_BYTES = 16
@@ -66,17 +67,6 @@ def copies(experts: int, k: int, ranks: int) -> float:
     return (ranks - 1) * (1 - untouched)
 
 
-def parameters(model: ModelConfig) -> dict[str, int]:
-    """Weights in matrix products, and the embedding, by dense, expert and router."""
-    layers = [model.moe_config(layer) for layer in model.moe_layers]
-    widths = [moe.expert_widths or (moe.expert_size,) * moe.num_experts for moe in layers]
-    expert = 3 * model.hidden_size * sum(map(sum, widths))
-    router = sum(model.hidden_size * moe.num_experts for moe in layers)
-    _, total = matmul_weights(model)
-    embedding = 0 if model.tie_word_embeddings else model.hidden_size * model.vocab_size
-    return {"dense": total - expert - router + embedding, "expert": expert, "router": router}
-
-
 def step_cost(
     model: ModelConfig,
     plan: MeshPlan,
@@ -84,7 +74,7 @@ def step_cost(
     tokens: int,
     seq_len: int,
     micro_batches: int = 1,
-    counts: dict[str, int] | None = None,
+    counts: Mapping[str, int] | None = None,
 ) -> Cost:
     """The cost of a step of `micro_batches` of `tokens` tokens on each rank.
 
@@ -92,7 +82,9 @@ def step_cost(
     reduced in float32, for each micro-batch; replicas are summed in float32 once a step. Tokens go
     out and back in bf16, in both passes, once to each rank that has experts for them.
     """
-    counts = counts or parameters(model)
+    counts = counts or parameter_counts(model)
+    expert, router = counts.get("expert", 0), counts.get("router", 0)
+    dense = sum(counts.values()) - expert - router
     intra = inter = 0.0
 
     def shared(count: float, ranks: int) -> float:
@@ -103,11 +95,11 @@ def step_cost(
         """Bytes that a rank sends to sum its shard over replicas."""
         return 4 * count * 2 * (ranks - 1) / ranks
 
-    intra += shared(counts["dense"], plan.local)
-    intra += shared(counts["expert"] / plan.expert, plan.expert_shard)
-    inter += summed(counts["dense"] / plan.local, plan.nodes)
-    inter += summed(counts["expert"] / plan.expert / plan.expert_shard, plan.expert_replica)
-    inter += summed(counts["router"], plan.world)
+    intra += shared(dense, plan.local)
+    intra += shared(expert / plan.expert, plan.expert_shard)
+    inter += summed(dense / plan.local, plan.nodes)
+    inter += summed(expert / plan.expert / plan.expert_shard, plan.expert_replica)
+    inter += summed(router, plan.world)
     rows = copies(model.num_experts, model.num_experts_per_tok, plan.expert)
     sent = 4 * len(model.moe_layers) * micro_batches * tokens * rows * 2 * model.hidden_size
     if plan.placement == "across_nodes":
@@ -138,13 +130,6 @@ def layouts(gpus: int, per_node: int, experts: int) -> list[MeshPlan]:
     return [plan for plan in found if plan.expert > 1 or plan.placement == placements[0]]
 
 
-def state_bytes(plan: MeshPlan, counts: dict[str, int]) -> float:
-    """Bytes of weights, gradients and moments that a rank holds."""
-    dense = counts["dense"] / plan.local
-    expert = counts["expert"] / plan.expert / plan.expert_shard
-    return STATE_BYTES * (dense + expert + counts["router"])
-
-
 def fastest(
     plans: Sequence[MeshPlan],
     model: ModelConfig,
@@ -164,8 +149,8 @@ def fastest(
         micro_batches: of a step.
         memory: bytes of a GPU; None does not ask whether states fit.
     """
-    counts = parameters(model)
-    sizes = [state_bytes(plan, counts) for plan in plans]
+    counts = parameter_counts(model)
+    sizes = [STATE_BYTES * held(counts, plan) for plan in plans]
     limit = max(min(sizes), STATE_SHARE * memory) if memory is not None else max(sizes)
     fitting = [plan for plan, size in zip(plans, sizes) if size <= limit]
 

@@ -10,6 +10,7 @@ import torch
 
 from models.build import build_model, parameter_kinds
 from training.assemble import DTYPES, router_options
+from training.estimate.counts import held, parameter_counts
 from training.estimate.replay import replay
 from training.optim.master import ALIGN
 
@@ -134,7 +135,7 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
     """
     model, mesh = build_model(config.model.config, device="meta"), plan.mesh
     kinds = parameter_kinds(model)
-    held = held_elements(config, plan)
+    kept = held(parameter_counts(config.model.config), mesh)
     blocks: dict[str, int] = {}  # elements of a block as this process computes with them
     for name, parameter in model.named_parameters():
         if kinds[name] == "router":
@@ -146,34 +147,18 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
     offload, deepspeed = plan.offload, plan.engine == "deepspeed"
     places = {"none": 0, "cpu": 0, "nvme": 0}
     # DeepSpeed keeps weights for the products beside the float32 ones, which FSDP2 casts anew.
-    places[offload.weights] += width * held if deepspeed else 0
+    places[offload.weights] += width * kept if deepspeed else 0
     shards = places["none"]
-    places[offload.state] += 12 * held
+    places[offload.state] += 12 * kept
     on_device = offload.state == "none"
     if not on_device:
         # DeepSpeed: as they are added up, and as the update reads them.
-        places["cpu"] += (8 if deepspeed else 4) * held
+        places["cpu"] += (8 if deepspeed else 4) * kept
     return {
         "weights": shards + 2 * width * largest,
-        "gradients": 4 * held * on_device + (width + 4) * largest,
-        "masters": 4 * held * on_device,
-        "moments": 8 * held * on_device,
+        "gradients": 4 * kept * on_device + (width + 4) * largest,
+        "masters": 4 * kept * on_device,
+        "moments": 8 * kept * on_device,
         "host": places["cpu"],
         "disk": places["nvme"],
     }
-
-
-def held_elements(config: Config, plan: Plan) -> int:
-    """Parameters whose master weights, gradients and moments one process keeps."""
-    model, mesh = build_model(config.model.config, device="meta"), plan.mesh
-    kinds = parameter_kinds(model)
-    held = 0
-    for name, parameter in model.named_parameters():
-        count = parameter.numel()
-        if plan.engine is None or kinds[name] == "router":
-            held += count
-        elif kinds[name] == "expert":
-            held += -(-count // mesh.expert // mesh.expert_shard)
-        else:
-            held += -(-count // mesh.local)
-    return held

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from training.assemble import DTYPES
 from training.device import PEAK_FLOPS
+from training.estimate.counts import held, parameter_counts
 from training.estimate.flops import counts_first, mean_widths
-from training.estimate.memory import held_elements
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -168,7 +168,8 @@ def _blocks(
 def _update(config: Config, plan: Plan) -> dict[str, float]:
     """Seconds of what a step does with each weight: gradients of micro-batches added up, the norm
     of their sum, AdamW."""
-    count = held_elements(config, plan)
+    counts = parameter_counts(config.model.config)
+    count = held(counts, plan.mesh) if plan.engine else sum(counts.values())
     master, moment = DTYPES[config.optim.weights].itemsize, DTYPES[config.optim.moments].itemsize
     one = plan.engine is None and plan.accumulation == 1
     gradient = 2 if one else 4

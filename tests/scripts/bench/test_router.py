@@ -19,7 +19,6 @@ def test_a_small_run_beside_torch(tmp_path):
     assert row["bytes"] == 4 * 512 * 16 + 20 * 512 * 2 + 4 * 512
     assert row["GB/s"] == pytest.approx(row["bytes"] / row["graph us"] / 1e3)
     assert row["ratio"]["full eager"] == pytest.approx(row["full eager us"] / row["eager us"])
-    assert (tmp_path / "router.png").stat().st_size > 1000
 
 
 def test_the_baseline_routes_as_the_kernels_do():
