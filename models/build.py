@@ -69,6 +69,12 @@ def build_model(
     return model
 
 
+def meta_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Parameters and buffers of a model by name, without memory."""
+    model = build_model(config, device="meta")
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def reset_buffers(model: Decoder) -> None:
     """Put the state of the routers to its start values; nothing else may have buffers."""
     for name, module in model.named_modules():

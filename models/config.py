@@ -1,7 +1,7 @@
 """The architecture of a model, in the words of a Hugging Face `config.json`.
 
     ModelConfig(family="qwen3_moe", hidden_size=256, ...)  # what is missing: transformers' default
-    config_from_hf("folder/")                   # a public model's config (models/config_hf.py)
+    config_from_hf("folder/")                   # a public model's config (models/hf/config.py)
     config.to_hf(dtype="bfloat16")              # config.json for transformers, vLLM, llama.cpp
 
 `ModelConfig` holds what all families have; a family is a subclass in a file of its own
@@ -174,7 +174,7 @@ class ModelConfig(Strict):
     layer_prefix: ClassVar[str] = "model.layers.{}."
     """Of the names of a layer's tensors."""
     tensor_names: ClassVar[Names] = TENSOR_NAMES
-    """Where each parameter lies in a folder (`models.hf_names`)."""
+    """Where each parameter lies in a folder (`models.hf.names`)."""
     fused_names: ClassVar[Names] = FUSED_NAMES
     """The same, where all experts of a layer are in one tensor."""
     engine_rows: ClassVar[tuple] = ()

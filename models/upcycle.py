@@ -17,9 +17,9 @@ from torch import Tensor
 
 from models.build import build_model, start_routers
 from models.config import ModelConfig
-from models.config_hf import config_from_hf, end_tokens, read_config_json
 from models.errors import UserError
 from models.hf import load_weights
+from models.hf.config import config_from_hf, end_tokens, read_config_json
 from models.transformer import Decoder
 from moe.upcycle import upcycle_layer
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.config_hf import config_from_hf
 from models.engines import notes
 from models.errors import UserError
 from models.hf import DTYPES, export_hf
-from models.hf_check import check_export, round_weights
+from models.hf.check import check_export, round_weights
+from models.hf.config import config_from_hf
 from scripts._command import command, make_parser
 from training.checkpoint.files import resolve
 from training.checkpoint.weights import (

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from models.config import ModelConfig
-from models.config_hf import read_generation_config
 from models.errors import UserError
 from models.hf import load_hf, says_tied
+from models.hf.config import read_generation_config
 from models.transformer import Decoder
 from scripts._command import command, make_parser
 from training.checkpoint.weights import save_weights, tokenizer_folder

@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.config_hf import read_config_json
 from models.errors import UserError, brief
+from models.hf.config import read_config_json
 from scripts._command import command, make_parser
 from training.config.load import user_path
 

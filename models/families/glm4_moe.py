@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from models.attention.gqa import GroupedQueryAttention
-from models.config import FUSED_NAMES, TENSOR_NAMES, Count, ModelConfig, Names, Positive, Size
+from models.config import FUSED_NAMES, TENSOR_NAMES, Count, ModelConfig, Positive, Size
 from models.engines import LINEAR_ROPE, Feature, linear_rope, no, wrong
 
 OWN_NAMES = {
@@ -44,8 +44,8 @@ class Glm4Moe(ModelConfig):
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 1.0
     """Multiplies the gates after normalisation."""
 
-    hf_class: ClassVar[str] = "Glm4MoeForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = {
+    hf_class = "Glm4MoeForCausalLM"
+    defaults = {
         "vocab_size": 151552,
         "hidden_size": 4096,
         "intermediate_size": 10944,
@@ -58,14 +58,14 @@ class Glm4Moe(ModelConfig):
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
     }
-    hf_expert_counts: ClassVar[tuple[str, ...]] = ("n_routed_experts",)
-    topk_method: ClassVar[str] = "noaux_tc"
-    can_tie: ClassVar[bool] = False
-    router_score: ClassVar[str] = "sigmoid"
-    has_selection_bias: ClassVar[bool] = True
-    expert_width_field: ClassVar[str] = "moe_intermediate_size"
-    tensor_names: ClassVar[Names] = TENSOR_NAMES | OWN_NAMES
-    fused_names: ClassVar[Names] = FUSED_NAMES | OWN_NAMES
+    hf_expert_counts = ("n_routed_experts",)
+    topk_method = "noaux_tc"
+    can_tie = False
+    router_score = "sigmoid"
+    has_selection_bias = True
+    expert_width_field = "moe_intermediate_size"
+    tensor_names = TENSOR_NAMES | OWN_NAMES
+    fused_names = FUSED_NAMES | OWN_NAMES
 
     def attention(self, layer: int) -> GroupedQueryAttention:
         return GroupedQueryAttention(self, layer, qk_norm=self.qk_norm, bias=self.attention_bias)
@@ -118,7 +118,7 @@ class Glm4Moe(ModelConfig):
                 f"num_hidden_layers={self.num_hidden_layers}"
             )
 
-    engine_rows: ClassVar[tuple[Feature, ...]] = (
+    engine_rows = (
         Feature("", lambda c: True, {"moe_intermediate_size": 64, "first_k_dense_replace": 1}),
         Feature(
             "norm_topk_prob: false",
@@ -139,5 +139,14 @@ class Glm4Moe(ModelConfig):
             linear_rope,
             LINEAR_ROPE,
             {"mistral.rs": wrong("ignores linear RoPE scaling")},
+        ),
+        Feature(
+            "hidden_act other than silu",
+            lambda c: c.hidden_act != "silu",
+            {"hidden_act": "gelu"},
+            {
+                "vLLM": no("does not load a glm4_moe with another hidden_act than silu"),
+                "llama.cpp": wrong("computes a glm4_moe with silu whatever its hidden_act says"),
+            },
         ),
     )

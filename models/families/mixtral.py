@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from models.attention.gqa import GroupedQueryAttention
-from models.config import TENSOR_NAMES, ModelConfig, Names
+from models.config import TENSOR_NAMES, ModelConfig
 from models.engines import LINEAR_ROPE, Feature, linear_rope, no, wrong
 
 
@@ -16,8 +16,8 @@ class Mixtral(ModelConfig):
 
     family: Literal["mixtral"] = "mixtral"
 
-    hf_class: ClassVar[str] = "MixtralForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = {
+    hf_class = "MixtralForCausalLM"
+    defaults = {
         "vocab_size": 32000,
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -31,10 +31,10 @@ class Mixtral(ModelConfig):
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     }
-    hf_token_ids: ClassVar[dict[str, int]] = {"bos_token_id": 1, "eos_token_id": 2}
-    hf_omitted: ClassVar[tuple[str, ...]] = ("norm_topk_prob",)
-    hf_expert_counts: ClassVar[tuple[str, ...]] = ("num_local_experts",)
-    tensor_names: ClassVar[Names] = TENSOR_NAMES | {
+    hf_token_ids = {"bos_token_id": 1, "eos_token_id": 2}
+    hf_omitted = ("norm_topk_prob",)
+    hf_expert_counts = ("num_local_experts",)
+    tensor_names = TENSOR_NAMES | {
         "moe.router.weight": "block_sparse_moe.gate.weight",
         "moe.w1": (
             "block_sparse_moe.experts.{}.w1.weight",
@@ -60,7 +60,7 @@ class Mixtral(ModelConfig):
             )
         yield from super().problems()
 
-    engine_rows: ClassVar[tuple[Feature, ...]] = (
+    engine_rows = (
         Feature("", lambda c: True, {}),
         Feature(
             "head_dim other than hidden_size / heads",
@@ -73,5 +73,14 @@ class Mixtral(ModelConfig):
             linear_rope,
             LINEAR_ROPE,
             {"mistral.rs": wrong("ignores linear RoPE scaling")},
+        ),
+        Feature(
+            "hidden_act other than silu",
+            lambda c: c.hidden_act != "silu",
+            {"hidden_act": "gelu"},
+            {
+                "vLLM": wrong("computes a mixtral with silu whatever its hidden_act says"),
+                "llama.cpp": wrong("computes a mixtral with silu whatever its hidden_act says"),
+            },
         ),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -25,8 +25,8 @@ class Olmoe(ModelConfig):
     clip_qkv: Annotated[float, Field(gt=0)] | None = None
     """Clamp queries, keys and values to ±clip_qkv before RoPE."""
 
-    hf_class: ClassVar[str] = "OlmoeForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = {
+    hf_class = "OlmoeForCausalLM"
+    defaults = {
         "vocab_size": 50304,
         "hidden_size": 2048,
         "intermediate_size": 2048,
@@ -38,10 +38,10 @@ class Olmoe(ModelConfig):
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     }
-    hf_token_ids: ClassVar[dict[str, int]] = {"pad_token_id": 1, "eos_token_id": 50279}
-    hf_omitted: ClassVar[tuple[str, ...]] = ("head_dim",)
-    hf_neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"use_qk_norm": (True,)}
-    can_tie: ClassVar[bool] = False
+    hf_token_ids = {"pad_token_id": 1, "eos_token_id": 50279}
+    hf_omitted = ("head_dim",)
+    hf_neutral = {"use_qk_norm": (True,)}
+    can_tie = False
 
     def attention(self, layer: int) -> GroupedQueryAttention:
         bias = self.attention_bias
@@ -61,7 +61,7 @@ class Olmoe(ModelConfig):
                 f"{self.hidden_size / self.num_attention_heads:g}"
             )
 
-    engine_rows: ClassVar[tuple[Feature, ...]] = (
+    engine_rows = (
         Feature(
             "",
             lambda c: True,
@@ -120,4 +120,14 @@ class Olmoe(ModelConfig):
             },
         ),
         Feature("linear RoPE scaling", linear_rope, LINEAR_ROPE, {"mistral.rs": NOT_THERE}),
+        Feature(
+            "hidden_act other than silu",
+            lambda c: c.hidden_act != "silu",
+            {"hidden_act": "gelu"},
+            {
+                "vLLM": wrong("computes an olmoe with silu whatever its hidden_act says"),
+                "llama.cpp": wrong("computes an olmoe with silu whatever its hidden_act says"),
+                "mistral.rs": NOT_THERE,
+            },
+        ),
     )

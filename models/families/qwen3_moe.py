@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -27,8 +27,8 @@ class Qwen3Moe(ModelConfig):
     mlp_only_layers: list[Count] = Field(default_factory=list)
     """Layers that are dense all the same."""
 
-    hf_class: ClassVar[str] = "Qwen3MoeForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = {
+    hf_class = "Qwen3MoeForCausalLM"
+    defaults = {
         "vocab_size": 151936,
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -41,9 +41,9 @@ class Qwen3Moe(ModelConfig):
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     }
-    hf_neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"use_qk_norm": (True,)}
-    window_switch: ClassVar[bool] = True
-    expert_width_field: ClassVar[str] = "moe_intermediate_size"
+    hf_neutral = {"use_qk_norm": (True,)}
+    window_switch = True
+    expert_width_field = "moe_intermediate_size"
 
     def attention(self, layer: int) -> GroupedQueryAttention:
         bias = self.attention_bias
@@ -71,7 +71,7 @@ class Qwen3Moe(ModelConfig):
                 count = self.num_hidden_layers
                 yield f"mlp_only_layers names layer {layer}; there are {count}, from 0"
 
-    engine_rows: ClassVar[tuple[Feature, ...]] = (
+    engine_rows = (
         Feature("", lambda c: True, {"moe_intermediate_size": 64, "norm_topk_prob": True}),
         Feature(
             "norm_topk_prob: false",
@@ -100,5 +100,14 @@ class Qwen3Moe(ModelConfig):
             linear_rope,
             LINEAR_ROPE,
             {"mistral.rs": wrong("ignores linear RoPE scaling")},
+        ),
+        Feature(
+            "hidden_act other than silu",
+            lambda c: c.hidden_act != "silu",
+            {"hidden_act": "gelu"},
+            {
+                "vLLM": wrong("computes a qwen3_moe with silu whatever its hidden_act says"),
+                "llama.cpp": wrong("computes a qwen3_moe with silu whatever its hidden_act says"),
+            },
         ),
     )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.build import build_model
-from models.hf_names import entries
+from models.hf.names import entries
 from models.transformer import Decoder
 from moe.balance import balance_loss
 from tests.models.tiny import (

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from models import ModelConfig
-from models.config_hf import config_from_hf
 from models.families import FAMILIES as KNOWN
+from models.hf.config import config_from_hf
 from tests.models.tiny import CASES, FAMILIES, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "tie_word_embeddings": True,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "hidden_act": "gelu",
     },
     "olmoe": {
         "family": "olmoe",
@@ -80,6 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "first_k_dense_replace": 0,
         "partial_rotary_factor": 0.5,
+        "hidden_act": "relu",
     },
 }
 # One case per family.

@@ -41,16 +41,16 @@ def test_bf16_is_checked_against_the_rounded_weights(script, trained, tmp_path, 
 
 def test_check_finds_a_difference(script, trained, tmp_path, capsys, monkeypatch):
     """A folder whose router scale was lost, and one with a damaged expert."""
-    from models import hf_check
+    from models.hf import check
 
     out = tmp_path / "out"
     assert script("export_hf").main([str(trained), str(out)]) == 0
     model = load_model(trained)
-    assert hf_check.check_export(model, out).passed
+    assert check.check_export(model, out).passed
     config = json.loads((out / "config.json").read_text())
     assert config["norm_topk_prob"] is False
     (out / "config.json").write_text(json.dumps(config | {"norm_topk_prob": True}))
-    receipt = hf_check.check_export(model, out)
+    receipt = check.check_export(model, out)
     assert not receipt.passed and receipt.logit_difference > 1e-4
     assert "logits differ" in str(receipt) and "check FAILED" in str(receipt)
     (out / "config.json").write_text(json.dumps(config))
@@ -59,7 +59,7 @@ def test_check_finds_a_difference(script, trained, tmp_path, capsys, monkeypatch
     file = out / "generation_config.json"
     generation = file.read_text()
     file.write_text(json.dumps({"eos_token_id": list(range(config["vocab_size"]))}))
-    receipt = hf_check.check_export(model, out)
+    receipt = check.check_export(model, out)
     assert receipt.logit_difference < 1e-5 and not receipt.passed
     assert "greedy tokens differ" in str(receipt)
     file.write_text(generation)
@@ -67,16 +67,16 @@ def test_check_finds_a_difference(script, trained, tmp_path, capsys, monkeypatch
     tensors = load_file(out / "model.safetensors")
     tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    problems = hf_check.check_export(model, out).problems
+    problems = check.check_export(model, out).problems
     assert any("does not load it" in p or "missing_keys" in p for p in problems), problems
 
     # the script's exit code
-    real = hf_check.check_export
+    real = check.check_export
 
     def strict(*args, **kwargs):
         return real(*args, **{**kwargs, "tolerance": -1.0})
 
-    monkeypatch.setattr(hf_check, "check_export", strict)
+    monkeypatch.setattr(check, "check_export", strict)
     assert script("export_hf").main([str(trained), str(tmp_path / "two"), "--check"]) == 1
     assert "check FAILED" in capsys.readouterr().out
 
@@ -115,7 +115,7 @@ def test_b3_check_finds_a_tokenizer_that_is_rebuilt(script, trained, tmp_path, c
     """The same vocabulary and merges under another rule for leading spaces, and another begin."""
     import json
 
-    from models.hf_check import check_export
+    from models.hf.check import check_export
     from training.data.tokenizer import read_tokenizer
 
     out = tmp_path / "out"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import train
-from models.config_hf import config_from_hf
 from models.hf import export_hf
-from models.hf_check import check_export
+from models.hf.check import check_export
+from models.hf.config import config_from_hf
 from training.checkpoint.files import read_weights
 from training.checkpoint.weights import CheckpointTensors, load_model
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from models.build import build_model, start_routers
-from models.config_hf import config_from_hf
 from models.errors import UserError
 from models.hf import HfWeights, check_vocabulary, load_hf, load_weights
+from models.hf.config import config_from_hf
 from models.transformer import Decoder
 from parallel import World
 from training.checkpoint.files import (

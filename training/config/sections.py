@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from models.config import Count, ModelConfig, Positive, Strict
-from models.config_hf import fields_from_hf
 from models.errors import UserError
 from models.first_weights import FirstWeights
+from models.hf.config import fields_from_hf
 from training.config.experts import SurgeryConfig
 from training.config.load import ConfigError, PathText, expand_home, first_line, shown
 from training.config.router import RouterConfig

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import trainers as train
 
-from models.hf_check import SPECIAL, TRICKY
+from models.hf.check import SPECIAL, TRICKY
 from training.data.encode import encode_texts, open_tokenizer
 from training.data.tokenizer import TextTokenizer, read_tokenizer
 

@@ -11,7 +11,7 @@ import torch
 
 from models.errors import brief
 from models.generate import generate
-from models.hf import DTYPES, SavedTokenizer
+from models.hf.writing import DTYPES, SavedTokenizer
 from models.transformer import Decoder
 
 

@@ -20,71 +20,23 @@ _EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 # Keys that do not change the function computed: book-keeping, generation, outputs of training.
-_BOOKKEEPING = frozenset(
-    [
-        "architectures",
-        "transformers_version",
-        "_name_or_path",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "use_cache",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "torchscript",
-        "pruned_heads",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "is_decoder",
-        "cross_attention_hidden_size",
-        "add_cross_attention",
-        "tie_encoder_decoder",
-        "finetuning_task",
-        "id2label",
-        "label2id",
-        "task_specific_params",
-        "problem_type",
-        "tokenizer_class",
-        "prefix",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "output_scores",
-        "return_dict_in_generate",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "num_beam_groups",
-        "diversity_penalty",
-        "tf_legacy_loss",
-        "use_bfloat16",
-        "attn_implementation",
-        "_attn_implementation",
-        "max_window_layers",
-        "num_nextn_predict_layers",
-        "num_mtp_layers",
-    ]
-)
+_BOOKKEEPING = frozenset([
+    "architectures", "transformers_version", "_name_or_path", "model_type", "dtype",
+    "torch_dtype", "use_cache", "output_router_logits", "router_aux_loss_coef",
+    "output_attentions", "output_hidden_states", "return_dict", "torchscript", "pruned_heads",
+    "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "cross_attention_hidden_size",
+    "add_cross_attention", "tie_encoder_decoder", "finetuning_task", "id2label", "label2id",
+    "task_specific_params", "problem_type", "tokenizer_class", "prefix", "sep_token_id",
+    "decoder_start_token_id", "max_length", "min_length", "do_sample", "early_stopping",
+    "num_beams", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+    "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "num_beam_groups", "diversity_penalty",
+    "tf_legacy_loss", "use_bfloat16", "attn_implementation", "_attn_implementation",
+    "max_window_layers", "num_nextn_predict_layers", "num_mtp_layers",
+])  # fmt: skip
+
 # Features of other families, by the values that switch them off. Tools that write one config.json
 # for many families leave such keys behind.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -259,28 +211,19 @@ def _rope_fields(raw: dict[str, Any], name: str, family: type[ModelConfig]) -> d
 
 # Features that transformers has and this model does not compute; each entry is read in
 # _refuse_unsupported.
-_CHECKED = frozenset(
-    [
-        "sliding_window",
-        "use_sliding_window",
-        "layer_types",
-        "attention_dropout",
-        "router_jitter_noise",
-        "quantization_config",
-        "auto_map",
-        "scoring_func",
-        "topk_method",
-        "rope_interleave",
-        "mlp_bias",
-    ]
-)
+_CHECKED = frozenset([
+    "sliding_window", "use_sliding_window", "layer_types", "attention_dropout",
+    "router_jitter_noise", "quantization_config", "auto_map", "scoring_func", "topk_method",
+    "rope_interleave", "mlp_bias",
+])  # fmt: skip
 
 
 def _refuse_unsupported(raw: dict[str, Any], name: str, family: type[ModelConfig]) -> None:
     def refuse(key: str, allowed: str) -> None:
         raise UserError(f"{key}={raw[key]!r} is not supported for {name}; allowed: {allowed}")
 
-    longest = raw.get("max_position_embeddings", family.defaults["max_position_embeddings"])
+    filled = family.defaults | raw
+    longest = filled.get("max_position_embeddings")
     if raw.get("use_sliding_window"):
         refuse("use_sliding_window", "false")
     if not family.window_switch and raw.get("sliding_window") is not None:

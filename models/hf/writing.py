@@ -1,12 +1,9 @@
-"""Hugging Face folders: strict reading and atomic writing.
+"""Writing a Hugging Face folder, atomically.
 
     export_hf(model, "out/", dtype="bfloat16", tokenizer=read_tokenizer("tokenizer/"))
-    model = load_hf("folder/")                 # or load_weights(model, "folder/")
 
-Reading uses every tensor of the folder exactly once and fills every parameter, or fails with one
-error that lists all names: experts that match nothing and stay random are the classic silent fault
-(NVIDIA/Megatron-LM#5844). Writing goes tensor by tensor into a new folder that takes its name when
-it is complete; each tensor on disk has one name, one shard, the dtype that config.json tells.
+Writing goes tensor by tensor into a new folder that takes its name when it is complete; each tensor
+on disk has one name, one shard, the dtype that config.json tells.
 """
 
 from __future__ import annotations
@@ -16,27 +13,23 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.build import build_model
+from models.build import meta_tensors
 from models.config import ModelConfig
-from models.config_hf import config_from_hf, read_config_json
 from models.errors import UserError
-from models.hf_names import Entry, entries, fused_names, layer_of
+from models.hf.files import INDEX, MODEL_FILES, list_problems
+from models.hf.names import Entry, entries
 from models.slots import without_free_slots
 from models.transformer import Decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-INDEX = "model.safetensors.index.json"
-# Files of a model folder that a reader would take for part of the new model.
-_MODEL_FILES = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -49,8 +42,6 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-
-# ------------------------------------------------------------------------------------- writing
 
 
 class SavedTokenizer(Protocol):
@@ -124,7 +115,7 @@ def export_hf(
     untie = config.tie_word_embeddings and not keep_tied
     if untie:
         config = config.model_copy(update={"tie_word_embeddings": False})
-    shapes = _shapes(config)
+    shapes = meta_tensors(config)
     plan = entries(config, shapes)
     head = {"head.weight": "embed.weight"} if untie else {}
     _check_sources(config, source, {head.get(entry.source, entry.source) for entry in plan})
@@ -163,11 +154,6 @@ def export_hf(
     return Exported(folder, tuple(files), len(plan), sum(sizes))
 
 
-def _shapes(config: ModelConfig) -> dict[str, Tensor]:
-    model = build_model(config, device="meta")
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
 def _check_sources(config: ModelConfig, source: Mapping[str, Tensor], wanted: set[str]) -> None:
     names = set(source)
     if config.tie_word_embeddings or "head.weight" not in wanted:
@@ -183,7 +169,7 @@ def _check_sources(config: ModelConfig, source: Mapping[str, Tensor], wanted: se
     names -= state
     missing, extra = sorted(wanted - names), sorted(names - wanted)
     if missing or extra:
-        raise UserError(_list_problems("the model's tensors", missing=missing, unknown=extra))
+        raise UserError(list_problems("the model's tensors", missing=missing, unknown=extra))
 
 
 def _disk_dtype(entry: Entry, dtype: str) -> torch.dtype:
@@ -271,7 +257,7 @@ def check_vocabulary(tokenizer: SavedTokenizer, config: ModelConfig) -> None:
 def _stale_files(folder: Path) -> list[str]:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is no folder")
-    patterns = (*_MODEL_FILES, *_CONFIG_FILES, *_TOKENIZER_FILES)
+    patterns = (*MODEL_FILES, *_CONFIG_FILES, *_TOKENIZER_FILES)
     found = {file.name for pattern in patterns for file in folder.glob(pattern)}
     return sorted(found)
 
@@ -300,201 +286,3 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-# ------------------------------------------------------------------------------------- reading
-
-
-def load_hf(
-    folder: str | Path, *, ignore_keys: tuple[str, ...] = (), drop_mtp: bool = False, **build: Any
-) -> Decoder:
-    """The model in a Hugging Face folder. `build`: arguments of `build_model` (dtype, device,
-    kernels...).
-
-    See `load_weights` for what is accepted and `config_from_hf` for `ignore_keys`.
-    """
-    model = build_model(config_from_hf(folder, ignore_keys=ignore_keys), seed=None, **build)
-    load_weights(model, folder, drop_mtp=drop_mtp)
-    return model
-
-
-@torch.no_grad()
-def load_weights(model: Decoder, folder: str | Path, *, drop_mtp: bool = False) -> None:
-    """Fill the model from a folder. Values are cast to the model's dtype, routers to theirs.
-
-    See `HfWeights` for what is accepted and what is refused.
-    """
-    weights = HfWeights(model.config, folder, drop_mtp=drop_mtp)
-    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name in weights.names:
-        weights.read(name, targets[name])
-
-
-class HfWeights:
-    """A folder's tensors by the names of our parameters and buffers, read when asked for: sharded
-    or not, per expert or fused, tied or not.
-    """
-
-    def __init__(self, config: ModelConfig, folder: str | Path, *, drop_mtp: bool = False) -> None:
-        """
-        Args:
-            drop_mtp: leave out the layers after the last one (multi-token prediction of the public
-                GLM-4.x files), which this model does not have.
-
-        Raises:
-            UserError: listing every tensor that is missing, unknown or of another shape.
-        """
-        self._files = tensor_files(folder)
-        self._opened: dict[Path, Any] = {}
-        self._shapes = _shapes(config)
-        names = set(self._files)
-        if drop_mtp:
-            names = {name for name in names if not _is_mtp(name, config)}
-        fused = {i for i in config.moe_layers if names & set(fused_names(config, i))}
-        plan = entries(config, self._shapes, fused)
-        unknown = names - {entry.name for entry in plan}
-        embedding, head = (f"{config.tensor_names[name]}.weight" for name in ("embed", "head"))
-        tied_copy = config.tie_word_embeddings and head in unknown
-        if tied_copy:
-            unknown.discard(head)
-        # The folder ties the output matrix, and the model holds a copy of its own.
-        untied = not config.can_tie and says_tied(folder)
-        if untied and head not in names:
-            source = next(entry for entry in plan if entry.name == head)
-            plan[plan.index(source)] = replace(source, name=embedding)
-        missing = sorted({entry.name for entry in plan} - names)
-        wrong = []
-        for entry in plan:
-            if entry.name in names:
-                found = self._open(entry.name).get_slice(entry.name)
-                shape, expected = tuple(found.get_shape()), entry.shape(self._shapes[entry.source])
-                kind = found.get_dtype()
-                if shape != expected:
-                    wrong.append(f"{entry.name} {list(shape)} instead of {list(expected)}")
-                elif kind not in ("F64", "F32", "F16", "BF16"):
-                    wrong.append(f"{entry.name} is {kind}: quantised weights are not read")
-        if missing or unknown or wrong:
-            hint = ""
-            if any(_is_mtp(name, config) for name in unknown):
-                hint = (
-                    "; layers after the last are multi-token prediction: scripts/import_hf.py "
-                    "FOLDER OUT --drop-mtp leaves them out"
-                )
-            raise UserError(
-                _list_problems(str(folder), missing=missing, unknown=sorted(unknown), wrong=wrong)
-                + hint
-            )
-        self._entries: dict[str, list[Entry]] = {}
-        for entry in plan:
-            self._entries.setdefault(entry.source, []).append(entry)
-        if tied_copy or (untied and head in names):
-            copy, kept = self._tensor(head), self._tensor(embedding)
-            if not torch.equal(copy.to(kept), kept):
-                raise UserError(
-                    f"{folder}: tie_word_embeddings is true, but {head} differs from {embedding}"
-                )
-
-    @property
-    def names(self) -> list[str]:
-        """Parameters and buffers that the folder fills: all of the model's."""
-        return list(self._entries)
-
-    def values(self, name: str, experts: range | None = None) -> Tensor:
-        """fp32 values of a parameter on the CPU, or of some of its experts, stacked."""
-        shape = list(self._shapes[name].shape)
-        shape[0] = shape[0] if experts is None else len(experts)
-        into = torch.empty(shape)
-        self.read(name, into, experts)
-        return into
-
-    def read(self, name: str, into: Tensor, experts: range | None = None) -> None:
-        """Fill a tensor with a parameter or buffer, or with some of its experts."""
-        for entry in self._entries[name]:
-            if experts is None:
-                entry.put(into, self._tensor(entry.name))
-            elif entry.expert is None:  # all experts of a layer in one tensor
-                entry.put(into, self._tensor(entry.name, experts))
-            elif entry.expert in experts:
-                place = replace(entry, expert=entry.expert - experts.start)
-                place.put(into, self._tensor(entry.name))
-
-    def _open(self, name: str) -> Any:
-        file = self._files[name]
-        if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt", device="cpu")
-        return self._opened[file]
-
-    def _tensor(self, name: str, rows: range | None = None) -> Tensor:
-        if rows is None:
-            return self._open(name).get_tensor(name)
-        return self._open(name).get_slice(name)[rows.start : rows.stop]
-
-
-def says_tied(folder: str | Path) -> bool:
-    """Whether a folder's config.json ties the output matrix to the embedding."""
-    config = Path(folder) / "config.json"
-    return config.is_file() and read_config_json(config).get("tie_word_embeddings") is True
-
-
-def _is_mtp(name: str, config: ModelConfig) -> bool:
-    layer = layer_of(config, name)
-    return layer is not None and layer >= config.num_hidden_layers
-
-
-def tensor_files(folder: str | Path) -> dict[str, Path]:
-    """File of each tensor in a folder, from its index if it has one; the index must be exact.
-
-    ValueError for missing shards, for names that index and shards do not agree on, for both an
-    unsharded and a sharded model in one folder, and for formats other than safetensors. Shards that
-    the index does not name are not part of the model.
-    """
-    folder = Path(folder)
-    single, index = folder / "model.safetensors", folder / INDEX
-    if index.is_file():
-        if single.is_file():
-            raise UserError(f"{folder} holds both model.safetensors and {INDEX}: which is meant?")
-        return _indexed_files(folder, read_config_json(index))
-    if not single.is_file():
-        other = sorted(file.name for pattern in _MODEL_FILES for file in folder.glob(pattern))
-        have = f"; it has {', '.join(other)}" if other else ""
-        raise UserError(f"{folder} has neither model.safetensors nor {INDEX}{have}")
-    return dict.fromkeys(_names_in(single), single)
-
-
-def _indexed_files(folder: Path, index: dict[str, Any]) -> dict[str, Path]:
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{folder / INDEX} has no weight_map")
-    if not all(isinstance(file, str) for file in weight_map.values()):
-        raise UserError(f"{folder / INDEX}: a tensor's file in weight_map must be text")
-    files = {name: folder / file for name, file in weight_map.items()}
-    absent = sorted({file.name for file in files.values() if not file.is_file()})
-    if absent:
-        raise UserError(f"{folder / INDEX} names files that are not there: {', '.join(absent)}")
-    inside = [(name, file) for file in sorted(set(files.values())) for name in _names_in(file)]
-    elsewhere = [name for name, file in inside if files.get(name) != file]
-    missing = sorted(set(files) - {name for name, _ in inside})
-    if elsewhere or missing:
-        raise UserError(
-            _list_problems(
-                f"{folder / INDEX} against its files", missing=missing, unknown=elsewhere
-            )
-        )
-    return files
-
-
-def _names_in(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            return list(opened.keys())
-    except Exception as error:  # SafetensorError is not exported under one name by all versions
-        raise UserError(f"{file} is not readable as safetensors: {error}") from None
-
-
-def _list_problems(what: str, **problems: list[str]) -> str:
-    shown = []
-    for kind, names in problems.items():
-        if names:
-            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-            shown.append(f"{len(names)} {kind}: {', '.join(names[:20])}{more}")
-    return f"{what}: " + "; ".join(shown)

@@ -258,7 +258,7 @@ def test_failed_export_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("models.hf.save_file", full)
+    monkeypatch.setattr("models.hf.writing.save_file", full)
     with pytest.raises(OSError, match="No space"):
         export_hf(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
