@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.balance import centred, quantiles
-from moe.kernels.routing.topk_gating import Gating
+from moe.kernels.common.gating import Gating
 from moe.layer import MoE
 from moe.router import selection_keys
 from moe.routing import Routing

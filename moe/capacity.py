@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels.routing.topk_gating import Gating
+from moe.kernels.common.gating import Gating
 from moe.routing import Routing
 
 

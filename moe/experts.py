@@ -13,38 +13,54 @@ gate and up rows interleaved; else N).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from moe.kernels import hopper
 from moe.kernels.common.activations import activation_width
 from moe.kernels.common.autograd import first_order
-from moe.kernels.common.backend import pick_backend
 from moe.kernels.common.reference import gather_rows_ref
-from moe.kernels.common.tiles import RowTiles, row_tiles
+from moe.kernels.common.row_tiles import RowTiles
 from moe.kernels.grouped.combine import combine
-from moe.kernels.grouped.down_backward import down_backward
-from moe.kernels.grouped.down_forward import down_forward
 from moe.kernels.grouped.float8_rows import from_float8, to_float8
 from moe.kernels.grouped.float8_rows import why_not as why_not_float8
-from moe.kernels.grouped.input_gradient import input_gradient
-from moe.kernels.grouped.up_forward import up_forward
-from moe.kernels.grouped.weight_gradient import bias_gradient, weight_gradient
+from moe.kernels.products import (
+    bias_gradient,
+    down_backward,
+    down_forward,
+    input_gradient,
+    row_tiles,
+    up_forward,
+    weight_gradient,
+)
 from moe.kernels.routing.routing_metadata import slots_of_rows
+from moe.kernels.tiers import pick_products
 from moe.routing import Routing
 from moe.sparse.experts import check_spmm, spmm_experts
 
-BACKENDS = ("reference", "triton", "hopper")
 SAVE = ("h", "fp8_h", "x")
 
 
+class _Form(NamedTuple):
+    """How the experts are computed: all that is no operand."""
+
+    activation: str
+    save: str
+    backend: str  # resolved
+    with_grad: bool
+    output_sums: bool
+    slots_per_token: int | None
+
+
 class _Experts(torch.autograd.Function):
+    """`indices` are token_R, slot_R, row_S, offsets_E1 and slot_offsets_T1 of the routing; `mains`
+    the buffers to which gradients of w1 and w2 are added."""
+
     @staticmethod
-    def forward(
-        ctx, x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, token_R, slot_R, row_S, offsets_E1,
-        slot_offsets_T1, slots_per_token, activation, save, backend, with_grad, main_w1, main_w2,
-        output_sums,
-    ):  # fmt: skip
+    def forward(ctx, x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, form, mains, *indices):
+        token_R, slot_R, row_S, offsets_E1, slot_offsets_T1 = indices
+        backend = form.backend
         num_rows = token_R.shape[0]
         tiles = (
             None if backend == "reference" else row_tiles(offsets_E1, num_rows, x.dtype, backend)
@@ -52,42 +68,34 @@ class _Experts(torch.autograd.Function):
         rows, source_R = x, token_R
         if backend == "reference":  # gather once, in front, where the products are torch's own
             rows, source_R = gather_rows_ref(x, token_R), None
-        save_h = with_grad and save != "x"
+        save_h = form.with_grad and form.save != "x"
         h_RH, a_RN = up_forward(
             rows, w1_EHD, b1_EH, source_R, offsets_E1,
-            activation=activation, save_h=save_h, tiles=tiles, backend=backend,
+            activation=form.activation, save_h=save_h, tiles=tiles, backend=backend,
         )  # fmt: skip
         del rows
         scale_R = None
-        if save_h and save == "fp8_h":
+        if save_h and form.save == "fp8_h":
             h_RH, scale_R = to_float8(h_RH, backend=backend)
-        y_RD = down_forward(
-            a_RN, w2_EDN, b2_ED, offsets_E1,
-            scale_R=None, tiles=tiles, backend=backend,
-        )  # fmt: skip
+        y_RD = down_forward(a_RN, w2_EDN, b2_ED, offsets_E1, tiles=tiles, backend=backend)
         del a_RN
-        sums_ED = (
-            bias_gradient(y_RD, None, None, None, offsets_E1, backend=backend)
-            if output_sums
-            else None
-        )
+        sums_ED = None
+        if form.output_sums:
+            sums_ED = bias_gradient(y_RD, None, None, None, offsets_E1, backend=backend)
         out = combine(
-            y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
+            y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=form.slots_per_token,
             slot_offsets_T1=slot_offsets_T1, backend=backend,
         )  # fmt: skip
-        if with_grad:
+        if form.with_grad:
             # Of a routing with K slots for every token the slots tell the rows; backward inverts.
-            inverted = slots_per_token is not None and num_rows == len(row_S)
+            inverted = form.slots_per_token is not None and num_rows == len(row_S)
             kept_R = (None, None) if inverted else (token_R, slot_R)
             ctx.save_for_backward(
                 x, w1_EHD, w2_EDN, gates_S, b1_EH, b2_ED, h_RH if save_h else None, scale_R,
                 *kept_R, row_S, offsets_E1, slot_offsets_T1, *(tiles or ())[:4],
             )  # fmt: skip
             ctx.tile_rows = tiles.rows if tiles else 0
-            ctx.mains = (main_w1, main_w2)
-            ctx.slots_per_token = slots_per_token
-            ctx.activation = activation
-            ctx.backend = backend
+            ctx.mains, ctx.form = mains, form
         if sums_ED is None:
             return out
         ctx.mark_non_differentiable(sums_ED)
@@ -103,9 +111,11 @@ class _Experts(torch.autograd.Function):
         tiles = RowTiles(*tiles, ctx.tile_rows) if tiles else None
         need_x, need_w1, need_w2, need_gates, need_b1, need_b2 = ctx.needs_input_grad[:6]
         main_w1, main_w2 = ctx.mains
-        backend = ctx.backend
+        form, backend = ctx.form, ctx.form.backend
         if token_R is None:
-            slot_R, token_R = slots_of_rows(row_S, offsets_E1, ctx.slots_per_token, backend=backend)
+            slot_R, token_R = slots_of_rows(
+                row_S, offsets_E1, form.slots_per_token, backend=backend
+            )
         dx = dw1 = dw2 = dgates = db1 = db2 = None
 
         do, do_token_R = dout, token_R
@@ -115,7 +125,7 @@ class _Experts(torch.autograd.Function):
             db2 = bias_gradient(do, do_token_R, gates_S, slot_R, offsets_E1, backend=backend)
         need_dh = need_x or need_w1 or need_b1
         if not (need_dh or need_w2 or need_gates):
-            return (*(None,) * 5, db2, *(None,) * 13)
+            return (*(None,) * 5, db2, *(None,) * 7)
 
         def gathered_x():
             return (gather_rows_ref(x, token_R), None) if backend == "reference" else (x, token_R)
@@ -124,14 +134,14 @@ class _Experts(torch.autograd.Function):
             rows, source_R = gathered_x()
             h_RH, _ = up_forward(
                 rows, w1_EHD, b1_EH, source_R, offsets_E1,
-                activation=ctx.activation, tiles=tiles, backend=backend,
+                activation=form.activation, tiles=tiles, backend=backend,
             )  # fmt: skip
             del rows
         elif scale_R is not None:
             h_RH = from_float8(h_RH, scale_R, x.dtype, backend=backend)
         dh_RH, a_RN, dgates = down_backward(
             do, w2_EDN, b2_ED, h_RH, gates_S, do_token_R, slot_R, row_S, offsets_E1,
-            activation=ctx.activation, want_dh=need_dh, want_a=need_w2, want_dgate=need_gates,
+            activation=form.activation, want_dh=need_dh, want_a=need_w2, want_dgate=need_gates,
             tiles=tiles, backend=backend,
         )  # fmt: skip
         del h_RH
@@ -143,7 +153,7 @@ class _Experts(torch.autograd.Function):
         if need_x:
             dx = input_gradient(dh_RH, w1_EHD, offsets_E1, tiles=tiles, backend=backend)
             dx = combine(
-                dx, None, row_S, num_tokens=x.shape[0], slots_per_token=ctx.slots_per_token,
+                dx, None, row_S, num_tokens=x.shape[0], slots_per_token=form.slots_per_token,
                 slot_offsets_T1=slot_offsets_T1, backend=backend,
             )  # fmt: skip
         if need_b1:
@@ -153,7 +163,7 @@ class _Experts(torch.autograd.Function):
             dw1 = weight_gradient(
                 dh_RH, rows, None, source_R, offsets_E1, add_to_EIO=main_w1, backend=backend
             )
-        return (dx, dw1, dw2, dgates, db1, db2, *(None,) * 13)
+        return (dx, dw1, dw2, dgates, db1, db2, *(None,) * 7)
 
 
 # ------------------------------------------------------------------------------------------ public
@@ -166,8 +176,7 @@ def experts(
     routing: Routing,
     *,
     activation: str = "swiglu",
-    b1_EH: Tensor | None = None,
-    b2_ED: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
     save: str = "h",
     backend: str = "auto",
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -183,7 +192,7 @@ def experts(
         routing: who goes where, with which gate; any number of experts per token.
         activation: swiglu, geglu, reglu (gated), relu2, gelu or silu; see
             `moe.kernels.common.activations`.
-        b1_EH, b2_ED: biases or None.
+        biases: b1_EH and b2_ED, or None.
         save: what is kept for backward of the pre-activations: "h" all, "fp8_h" a float8 copy with
             a scale for each row (half the bytes, gradients 3 to 4 % off by norm; bfloat16 and
             float16), "x" nothing, they are computed again.
@@ -210,7 +219,7 @@ def experts(
         raise ValueError(
             f"x_TD has {x_TD.shape[0]} tokens, the routing was made for {routing.num_tokens}"
         )
-    x, w1_EHD, w2_EDN, b1_EH, b2_ED = autocast_as_linear(x_TD, w1_EHD, w2_EDN, b1_EH, b2_ED)
+    x, w1_EHD, w2_EDN, b1_EH, b2_ED = autocast_as_linear(x_TD, w1_EHD, w2_EDN, *biases)
     _check(x, w1_EHD, w2_EDN, b1_EH, b2_ED, routing.offsets_E1, activation, save)
     main_w1, main_w2 = main_grads
     if backend == "spmm":
@@ -231,41 +240,21 @@ def experts(
             )
     if save == "fp8_h" and (reason := why_not_float8(x)) is not None:
         raise ValueError(f"save='fp8_h' cannot be: {reason}; use 'h' or 'x'")
-    rows = routing.token_R.shape[0]
-    picked = picked_backend(backend, x, w1_EHD, w2_EDN, b1_EH, b2_ED, activation, rows)
-    return _Experts.apply(
-        x, w1_EHD, w2_EDN, routing.gates_S, b1_EH, b2_ED, routing.token_R, routing.slot_R,
-        routing.row_S, routing.offsets_E1, routing.slot_offsets_T1, routing.slots_per_token,
-        activation, save, picked, torch.is_grad_enabled(), main_w1, main_w2, output_sums,
+    form = _Form(
+        activation,
+        save,
+        pick_products(
+            backend, x, w2_EDN, activation, routing.token_R.shape[0],
+            bias=b2_ED if b1_EH is None else b1_EH,
+        ),
+        torch.is_grad_enabled(),
+        output_sums,
+        routing.slots_per_token,
     )  # fmt: skip
-
-
-def picked_backend(
-    backend: str,
-    x: Tensor,
-    w1_EHD: Tensor,
-    w2_EDN: Tensor,
-    b1_EH: Tensor | None,
-    b2_ED: Tensor | None,
-    activation: str,
-    rows: int,
-) -> str:
-    """The implementation that `experts` runs on such operands, of which none is read: "reference",
-    "triton" or "hopper".
-
-    Args:
-        rows: pairs of a token and one of its experts.
-
-    Raises:
-        ValueError: a backend asked for by name cannot run them.
-    """
-    picked = pick_backend(backend, x, available=BACKENDS)
-    operands = (x, w1_EHD, w2_EDN, b1_EH, b2_ED, activation)
-    if picked == "hopper":
-        hopper.require(*operands)
-    elif backend == "auto" and picked == "triton" and hopper.prefers(*operands, rows):
-        return "hopper"
-    return picked
+    return _Experts.apply(
+        x, w1_EHD, w2_EDN, routing.gates_S, b1_EH, b2_ED, form, main_grads, routing.token_R,
+        routing.slot_R, routing.row_S, routing.offsets_E1, routing.slot_offsets_T1,
+    )  # fmt: skip
 
 
 def autocast_as_linear(*tensors: Tensor | None) -> list[Tensor | None]:

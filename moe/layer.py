@@ -22,8 +22,9 @@ from moe.control import RouterControl
 from moe.experts import SAVE, experts
 from moe.kernels.common.activations import activation_of, activation_width
 from moe.kernels.common.backend import BACKENDS
+from moe.kernels.common.gating import Gating
 from moe.kernels.grouped.ragged import Widths
-from moe.kernels.routing.topk_gating import Gating, MadeOf
+from moe.kernels.routing.topk_gating import MadeOf
 from moe.metrics import RouterStats
 from moe.mixed_experts import check_widths, mixed_experts
 from moe.rounding import RoundingConfig, dropped_pair_gradient, dropped_pairs, round_tokens

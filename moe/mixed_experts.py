@@ -14,6 +14,8 @@ its pre-activations, U units of all experts, P rows of W1.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,40 +26,51 @@ from moe.kernels.common.backend import pick_backend
 from moe.kernels.grouped import ragged
 from moe.kernels.grouped.combine import combine
 from moe.kernels.grouped.ragged import Widths
-from moe.kernels.grouped.weight_gradient import bias_gradient
+from moe.kernels.products import bias_gradient
 from moe.routing import Routing
 
 BACKENDS = ("reference", "triton")
 
 
+class _Form(NamedTuple):
+    """How the experts are computed: all that is no operand."""
+
+    widths: Widths
+    activation: str
+    save: str
+    backend: str  # resolved
+    with_grad: bool
+    output_sums: bool
+    slots_per_token: int | None
+
+
 class _MixedExperts(torch.autograd.Function):
+    """`indices` are token_R, slot_R, row_S, offsets_E1 and slot_offsets_T1 of the routing."""
+
     @staticmethod
-    def forward(
-        ctx, x, w1_PD, w2_UD, gates_S, token_R, slot_R, row_S, offsets_E1, slot_offsets_T1,
-        slots_per_token, widths, activation, save, backend, with_grad, output_sums,
-    ):  # fmt: skip
-        save_h = with_grad and save == "h"
+    def forward(ctx, x, w1_PD, w2_UD, gates_S, form, *indices):
+        token_R, slot_R, row_S, offsets_E1, slot_offsets_T1 = indices
+        widths, activation, backend = form.widths, form.activation, form.backend
+        save_h = form.with_grad and form.save == "h"
         h_RH, a_RN = ragged.up(
             x, w1_PD, token_R, offsets_E1, widths, activation=activation, save_h=save_h,
             backend=backend,
         )  # fmt: skip
         y_RD = ragged.rows(a_RN, w2_UD, offsets_E1, widths, backend=backend)
         del a_RN
-        sums_ED = (
-            bias_gradient(y_RD, None, None, None, offsets_E1, backend=backend)
-            if output_sums
-            else None
-        )
+        sums_ED = None
+        if form.output_sums:
+            sums_ED = bias_gradient(y_RD, None, None, None, offsets_E1, backend=backend)
         out = combine(
-            y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
+            y_RD, gates_S, row_S, num_tokens=x.shape[0], slots_per_token=form.slots_per_token,
             slot_offsets_T1=slot_offsets_T1, backend=backend,
         )  # fmt: skip
-        if with_grad:
+        if form.with_grad:
             ctx.save_for_backward(
                 x, w1_PD, w2_UD, gates_S, h_RH if save_h else None, token_R, slot_R, row_S,
                 offsets_E1, slot_offsets_T1,
             )  # fmt: skip
-            ctx.options = slots_per_token, widths, activation, backend
+            ctx.form = form
         if sums_ED is None:
             return out
         ctx.mark_non_differentiable(sums_ED)
@@ -69,7 +82,7 @@ class _MixedExperts(torch.autograd.Function):
         (
             x, w1_PD, w2_UD, gates_S, h_RH, token_R, slot_R, row_S, offsets_E1, slot_offsets_T1,
         ) = ctx.saved_tensors  # fmt: skip
-        slots_per_token, widths, activation, backend = ctx.options
+        widths, activation, backend = ctx.form.widths, ctx.form.activation, ctx.form.backend
         need_x, need_w1, need_w2, need_gates = ctx.needs_input_grad[:4]
         width = activation_width(activation)
         dx = dw1 = dw2 = None
@@ -88,12 +101,12 @@ class _MixedExperts(torch.autograd.Function):
         if need_x:
             dx = ragged.rows(dh_RH, w1_PD, offsets_E1, widths, width=width, backend=backend)
             dx = combine(
-                dx, None, row_S, num_tokens=x.shape[0], slots_per_token=slots_per_token,
+                dx, None, row_S, num_tokens=x.shape[0], slots_per_token=ctx.form.slots_per_token,
                 slot_offsets_T1=slot_offsets_T1, backend=backend,
             )  # fmt: skip
         if need_w1:
             dw1 = ragged.outer(dh_RH, x, token_R, offsets_E1, widths, width=width, backend=backend)
-        return dx, dw1, dw2, dgates if need_gates else None, *(None,) * 12
+        return dx, dw1, dw2, dgates if need_gates else None, *(None,) * 6
 
 
 def mixed_experts(
@@ -131,11 +144,18 @@ def mixed_experts(
         )
     x_TD, w1_PD, w2_UD = autocast_as_linear(x_TD, w1_PD, w2_UD)
     _check(x_TD, w1_PD, w2_UD, routing, widths, activation, save, backend)
-    return _MixedExperts.apply(
-        x_TD, w1_PD, w2_UD, routing.gates_S, routing.token_R, routing.slot_R, routing.row_S,
-        routing.offsets_E1, routing.slot_offsets_T1, routing.slots_per_token, widths, activation,
-        save, pick_backend(backend, x_TD, available=BACKENDS), torch.is_grad_enabled(),
+    form = _Form(
+        widths,
+        activation,
+        save,
+        pick_backend(backend, x_TD, available=BACKENDS),
+        torch.is_grad_enabled(),
         output_sums,
+        routing.slots_per_token,
+    )
+    return _MixedExperts.apply(
+        x_TD, w1_PD, w2_UD, routing.gates_S, form, routing.token_R, routing.slot_R, routing.row_S,
+        routing.offsets_E1, routing.slot_offsets_T1,
     )  # fmt: skip
 
 

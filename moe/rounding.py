@@ -23,8 +23,8 @@ from torch import Tensor
 
 from moe.kernels.common.autograd import first_order
 from moe.kernels.common.backend import pick_backend
+from moe.kernels.common.gating import Gating
 from moe.kernels.routing.token_rounding import CAP_UNIT, RENORMS, VARIANTS, token_rounding
-from moe.kernels.routing.topk_gating import Gating
 from moe.routing import Routing
 
 DROPPED_GRADS = ("none", "default")

@@ -17,17 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.kernels.common.gating import Gating, kept_groups, plain_scores, sanitised
 from moe.kernels.routing.router_logits import router_logits
 from moe.kernels.routing.routing_metadata import RoutingMetadata
-from moe.kernels.routing.topk_gating import (
-    Gating,
-    MadeOf,
-    kept_groups,
-    plain_scores,
-    sanitised,
-    topk_gating,
-    topk_routing,
-)
+from moe.kernels.routing.topk_gating import MadeOf, topk_gating, topk_routing
 from moe.router_checks import RENORMALISED, check_router
 from moe.top_k import soften
 

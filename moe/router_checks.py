@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from moe.kernels.routing.topk_gating import NORMS, SCORES
+from moe.kernels.common.gating import NORMS, SCORES
 
 if TYPE_CHECKING:
     from moe.layer import MoEConfig

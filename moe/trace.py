@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe.kernels.common.gating import Gating
 from moe.kernels.routing.token_rounding import weights_ref
-from moe.kernels.routing.topk_gating import Gating
 from moe.layer import MoE
 from moe.router import gates_at
 from moe.routing import CompactRouting, Routing

@@ -199,30 +199,9 @@ STILL: dict[str, list[str]] = {
     "circles": [
         "moe.balance moe.metrics",
         "moe.control moe.layer moe.router moe.router_checks moe.router_gradient moe.surgery",
-        "moe.kernels.grouped.down_backward moe.kernels.grouped.down_forward "
-        "moe.kernels.grouped.input_gradient moe.kernels.grouped.up_forward "
-        "moe.kernels.grouped.weight_gradient moe.kernels.hopper.configs "
-        "moe.kernels.hopper.down_backward moe.kernels.hopper.outer moe.kernels.hopper.rows "
-        "moe.kernels.hopper.selftest",
-        "moe.kernels.hopper.gating moe.kernels.routing.topk_gating",
     ],
-    "private names": [
-        "moe.kernels.grouped.ragged < moe.kernels.grouped.down_backward._gates_of",
-        "moe.kernels.grouped.ragged < moe.kernels.grouped.down_backward._slots_of",
-        "moe.kernels.grouped.ragged < moe.kernels.grouped.down_backward._to_slots",
-        "moe.kernels.grouped.ragged < moe.kernels.grouped.up_forward._finish",
-        "moe.kernels.grouped.ragged < moe.kernels.grouped.up_forward._product",
-        "moe.kernels.grouped.ragged < moe.kernels.grouped.weight_gradient._operand",
-    ],
+    "private names": [],
     "hidden imports": [
-        "moe.kernels.common.tuning > fcntl",
-        "moe.kernels.grouped.down_backward > moe.kernels.hopper.down_backward",
-        "moe.kernels.grouped.down_forward > moe.kernels.hopper.rows",
-        "moe.kernels.hopper.configs > moe.kernels.hopper",
-        "moe.kernels.grouped.input_gradient > moe.kernels.hopper.rows",
-        "moe.kernels.routing.topk_gating > moe.kernels.hopper.gating",
-        "moe.kernels.grouped.up_forward > moe.kernels.hopper.rows",
-        "moe.kernels.grouped.weight_gradient > moe.kernels.hopper.outer",
         "parallel.engines > parallel.deepspeed_adam",
         "parallel.engines > parallel.deepspeed_engine",
         "parallel.processes > parallel.world",
@@ -231,9 +210,6 @@ STILL: dict[str, list[str]] = {
         "parallel.exchange.pull > torch.distributed._symmetric_memory",
     ],
     "long signatures": [
-        "moe.experts.experts (11)",
-        "moe.experts.forward (19)",
-        "moe.mixed_experts.forward (16)",
         "parallel.engines.make_engine (11)",
     ],
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe.kernels.common.backend import pick_backend
 from moe.kernels.common.reference import expert_of_rows, used_rows
-from moe.kernels.grouped.up_forward import up_forward
+from moe.kernels.products import up_forward
 from moe.routing import Routing
 
 

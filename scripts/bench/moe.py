@@ -35,14 +35,14 @@ import torch
 import torch.nn.functional as F
 
 from moe.experts import experts
-from moe.kernels import hopper
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common.row_tiles import tile_schedule
 from moe.kernels.grouped.combine import combine
-from moe.kernels.grouped.down_backward import down_backward_triton
+from moe.kernels.grouped.configs import candidates
+from moe.kernels.grouped.down_backward import down_backward_triton, sum_parts
 from moe.kernels.grouped.rows import rows_triton
 from moe.kernels.grouped.up_forward import up_forward_triton
 from moe.kernels.grouped.weight_gradient import weight_gradient_triton
-from moe.kernels.routing.routing_metadata import tile_schedule
+from moe.kernels.tiers import hopper_missing
 from moe.rounding import RoundingConfig
 from moe.routing import Routing
 from scripts._command import listed
@@ -326,22 +326,28 @@ def tune_shape(args, table: Table, label: str, shape) -> None:
         for t in (x, w1, w2, h, a, *itertools.chain(*dense.values())):
             t.zero_()
     offsets, token = r.offsets_E1, r.token_R
-    slots = (r.gates_S.detach(), token, r.slot_R, r.row_S, offsets)
-    flags = ("swiglu", True, True, True)
+    gates = r.gates_S.detach()
+
+    def by_slot(gradients):
+        dh, da, dot = gradients
+        dgates = torch.empty_like(gates)
+        sum_parts(dot, r.row_S, dgates, offsets[-1:])
+        return dh, da, dgates
+
     cases = {  # name: table of configurations, FLOPs / (R N D), launch
         "up": ("up", 4, lambda c, t: up_forward_triton(
-            x, w1, None, token, offsets, "swiglu", True, t, c)),
-        "down": ("rows", 2, lambda c, t: rows_triton(a, w2.mT, None, None, t, c)),
-        "dH": ("down_backward", 2, lambda c, t: down_backward_triton(
-            x, w2, None, h, *slots, *flags, t, c)),
-        "dX": ("rows", 4, lambda c, t: rows_triton(h, w1, None, None, t, c)),
+            x, w1, None, token, "swiglu", True, t, c)),
+        "down": ("rows", 2, lambda c, t: rows_triton(a, w2.mT, None, t, c)),
+        "dH": ("down_backward", 2, lambda c, t: by_slot(down_backward_triton(
+            x, w2, None, h, gates, token, r.slot_R, "swiglu", (True, True, True), t, c))),
+        "dX": ("rows", 4, lambda c, t: rows_triton(h, w1, None, t, c)),
         "dW2": ("outer", 2, lambda c, t: weight_gradient_triton(
             x, a, token, None, offsets, None, c)),
         "dW1": ("outer", 4, lambda c, t: weight_gradient_triton(
             h, x, None, token, offsets, None, c)),
     }  # fmt: skip
     exact = exact_tiles(x, w1, w2, h, a, r)
-    gluon = hopper_launches(x, w1, w2, h, a, slots)
+    gluon = hopper_launches(x, w1, w2, h, a, r, by_slot)
     for name, (kernel, factor, run) in cases.items():
         if args.kernels and name not in args.kernels:
             continue
@@ -349,17 +355,15 @@ def tune_shape(args, table: Table, label: str, shape) -> None:
         flops = factor * R * N * D
         with table.row(**about, config="cuBLAS") as row:
             time_product(row, functools.partial(torch.bmm, *dense[name]), flops)
-        trials = [("triton", c, run) for c in _tiles.trials(kernel)]
+        trials = [("triton", c, run) for c in candidates(kernel, x.dtype)]
         if name in gluon:
-            configs, gluon_run = gluon[name]
-            trials += [("hopper", c, gluon_run) for c in configs]
+            listed, gluon_run = gluon[name]
+            trials += [("hopper", c, gluon_run) for c in listed]
         for tier, c, launch in trials:
             if args.tier not in (tier, "both"):
                 continue
             with table.row(**about, config=f"{tier} {c}") as row:
-                tiles = None
-                if kernel != "outer":
-                    tiles = _tiles.RowTiles(*tile_schedule(offsets, c.bm, R), c.bm)
+                tiles = None if kernel == "outer" else tile_schedule(offsets, c.bm, R)
                 made = launch(c, tiles)
                 outs = made if isinstance(made, tuple) else (made,)
                 if not args.zeros:
@@ -383,24 +387,26 @@ def time_product(row: dict, launch: Callable[[], object], flops: int) -> None:
     row["TFLOP/s"], row["MHz"] = flops / row["ms"] / 1e9, busy_clock(launch, row["ms"])
 
 
-def hopper_launches(x, w1, w2, h, a, slots) -> dict[str, tuple[list, Callable]]:
+def hopper_launches(
+    x, w1, w2, h, a, r: Routing, by_slot: Callable
+) -> dict[str, tuple[list, Callable]]:
     """Product → (configurations, launch) of the Hopper kernels; empty where they cannot run."""
-    if torch.cuda.get_device_capability()[0] != 9 or hopper.missing() is not None:
+    if torch.cuda.get_device_capability()[0] != 9 or hopper_missing() is not None:
         return {}
     from moe.kernels.hopper.configs import CONFIGS
     from moe.kernels.hopper.down_backward import down_backward_hopper
     from moe.kernels.hopper.outer import weight_gradient_hopper
     from moe.kernels.hopper.rows import rows_hopper, up_forward_hopper
 
-    token, offsets = slots[1], slots[-1]
+    token, offsets, gates = r.token_R, r.offsets_E1, r.gates_S.detach()
     return {
         "up": (CONFIGS["up"], lambda c, t: up_forward_hopper(x, w1, token, True, t, c)),
         "down": (CONFIGS["rows"], lambda c, t: rows_hopper(
-            a, w2, None, t, transposed=True, config=c)),
-        "dH": (CONFIGS["down_backward"], lambda c, t: down_backward_hopper(
-            x, w2, h, *slots, True, t, c)),
+            a, w2, t, transposed=True, config=c)),
+        "dH": (CONFIGS["down_backward"], lambda c, t: by_slot(down_backward_hopper(
+            x, w2, h, gates, token, r.slot_R, t, c))),
         "dX": (CONFIGS["rows"], lambda c, t: rows_hopper(
-            h, w1, None, t, transposed=False, config=c)),
+            h, w1, t, transposed=False, config=c)),
         "dW2": (CONFIGS["outer_left"], lambda c, t: weight_gradient_hopper(
             x, a, token, None, offsets, c)),
         "dW1": (CONFIGS["outer_right"], lambda c, t: weight_gradient_hopper(

@@ -34,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from moe.kernels.routing import topk_gating as kernels
-from moe.kernels.routing.topk_gating import topk_gating, topk_gating_ref, topk_routing
+from moe.kernels.common.gating import topk_gating_ref
+from moe.kernels.routing.gating_kernels import topk_gating_backward_triton
+from moe.kernels.routing.topk_gating import topk_gating, topk_routing
 from moe.rounding import RoundingConfig, round_tokens
 from scripts.bench.harness import (
     DEVICE,
@@ -159,9 +160,7 @@ def fill(row: dict, T: int, E: int, K: int) -> None:
     grads = [torch.randn_like(t) for t in (gating.gate_TK, gating.lse_T, gating.prob_sum_E)]
     if DEVICE.type == "cuda":
         row["backward us"] = cycled_us(
-            lambda z: kernels._topk_gating_backward_triton(
-                z, *saved, *grads, E, "softmax", "topk_sum", 1.0
-            ),
+            lambda z: topk_gating_backward_triton(z, *saved, *grads, E, "softmax", "topk_sum", 1.0),
             z,
         )
     for name, time, nbytes in (

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from moe.experts import experts
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common import tuning
 from moe.kernels.common.activations import ACTIVATIONS
-from moe.kernels.common.tiles import Config
+from moe.kernels.common.tuning import Config
+from moe.kernels.grouped import configs
 from moe.kernels.grouped.float8_rows import from_float8, to_float8
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
@@ -141,13 +142,13 @@ KERNELS = ("up", "rows", "down_backward", "outer")
 
 @pytest.mark.parametrize(
     "choice",
-    sorted({(k, c) for k in KERNELS for c in _tiles.candidates(k, BF16, 128)}),
+    sorted({(k, c) for k in KERNELS for c in configs.candidates(k, BF16, 128)}),
     ids=lambda choice: f"{choice[0]} {choice[1]}",
 )
 def test_every_configuration(choice: tuple[str, Config]):
     """What tuning may choose must be right on this card, in bf16 and with the tails of tiles."""
     kernel, config = choice
-    with _tiles.forced(**{kernel: config}):
+    with tuning.forced(**{kernel: config}):
         _compare(topk_routing(3000, 8, 2, holes=True, device="cuda"), 584, 328)
 
 

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from moe.experts import experts
-from moe.kernels import hopper
-from moe.kernels.common.tiles import row_tiles
-from moe.kernels.hopper import configs as _configs
-from moe.kernels.hopper.configs import CONFIGS, Config, forced
+from moe.kernels.common import tuning
+from moe.kernels.common.tuning import Config
+from moe.kernels.hopper import gating, selftest
+from moe.kernels.hopper.configs import CONFIGS
+from moe.kernels.products import row_tiles
+from moe.kernels.routing.topk_gating import topk_routing as topk_routing_of
+from moe.kernels.tiers import hopper_missing, pick_products
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -38,7 +41,7 @@ from tests.moe.kernels.grouped_cases import (
 def _cannot() -> str | None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return "needs a GPU of compute capability 9.x"
-    return hopper.missing()
+    return hopper_missing()
 
 
 pytestmark = [
@@ -111,7 +114,7 @@ def test_ragged_tokens_and_recomputation():
 def test_every_configuration(choice: tuple[str, Config]):
     """What tuning may choose must be right, with the tails of tiles, and equal bit for bit."""
     kernel, config = choice
-    with forced(**{kernel: config}):
+    with tuning.forced(**{f"hopper {kernel}": config}):
         for T, D, N in ((3000, 1600, 328), (900, 584, 80)):
             routing = topk_routing(T, 8, 2, holes=True, device="cuda")
             _compare(routing, D, N)
@@ -123,19 +126,37 @@ def test_every_configuration(choice: tuple[str, Config]):
 
 def test_c16_untuned_configurations_are_checked_before_they_run(monkeypatch):
     """Without tuning, and those of the backward too."""
-    monkeypatch.setattr(_configs, "_errors", {})
-    monkeypatch.setattr(_configs, "_picked", {})
+    monkeypatch.setattr(selftest, "_errors", {})
+    monkeypatch.setattr(tuning, "_picked", {})
     routing = topk_routing(3000, 16, 4, device="cuda")
     values = operands(routing, 264, 136)
     dout = random(3000, 264, dtype=BF16, device="cuda")
     run_experts(values, routing, dout, backend="hopper")
-    checked = {kernel for kernel, *_ in _configs._errors}
+    checked = {kernel.removeprefix("hopper ") for kernel, *_ in selftest._errors}
     assert checked == {"up", "rows", "down_backward", "outer_left", "outer_right"}
-    assert max(_configs._errors.values()) < 1e-2
-    from moe.kernels.hopper import selftest as _selftest
-
-    monkeypatch.setattr(_selftest, "error", None)  # nothing is checked again
+    assert max(selftest._errors.values()) < 1e-2
+    count = len(selftest._errors)
     run_experts(values, routing, dout, backend="hopper")
+    assert len(selftest._errors) == count  # nothing is checked again
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus", "identity"])
+def test_the_router_is_checked_before_it_runs(monkeypatch, score, biased):
+    monkeypatch.setattr(selftest, "_errors", {})
+    logits = torch.randn(1 << 14, 64, device="cuda")
+    bias = torch.randn(64, device="cuda") if biased else None
+    topk_routing_of(logits, 8, score=score, norm="none", bias_E=bias)
+    (error,) = selftest._errors.values()
+    assert error < 1e-4, error
+
+
+@pytest.mark.parametrize("experts", [64, 100, 256])
+def test_a_wrong_router_is_refused(monkeypatch, experts):
+    monkeypatch.setattr(selftest, "_errors", {})
+    monkeypatch.setattr(gating, "NORM_CODE", {**gating.NORM_CODE, "topk_sum": 1})
+    with pytest.raises(RuntimeError, match=r"hopper gating .*use kernels='triton'"):
+        topk_routing_of(torch.randn(1 << 15, experts, device="cuda"), 4)
 
 
 def test_ten_repeats_have_the_same_bits():
@@ -157,7 +178,7 @@ def test_rows_of_other_experts_are_left_alone():
     a, w = random(512, 72, dtype=BF16, device="cuda"), random(5, 264, 72, dtype=BF16, device="cuda")
     tiles = row_tiles(offsets, 512, BF16, "hopper")
     with nan_memory():
-        out = rows_hopper(a, w, None, tiles, transposed=True)
+        out = rows_hopper(a, w, tiles, transposed=True)
     for e, (start, end) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:])):
         want = a[start:end].float() @ w[e].float().t()
         assert relative_error(out[start:end], want) < BOUND[BF16], e
@@ -291,11 +312,11 @@ def test_cuda_graph_replays_equal_eager_calls():
 
 
 def test_auto_takes_them_where_they_serve():
-    w1, w2, *_ = weights(4, 64, 64, dtype=BF16, device="cuda")
+    _, w2, *_ = weights(4, 64, 64, dtype=BF16, device="cuda")
     x = random(400, 64, dtype=BF16, device="cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert hopper.prefers(x, w1, w2, None, None, "swiglu", 256)
-        assert not hopper.prefers(x, w1, w2, None, None, "swiglu", 255)
-        assert not hopper.prefers(x.float(), w1.float(), w2.float(), None, None, "swiglu", 400)
-        assert not hopper.prefers(x, w1, w2, None, None, "geglu", 400)
+        assert pick_products("auto", x, w2, "swiglu", 256) == "hopper"
+        assert pick_products("auto", x, w2, "swiglu", 255) == "triton"
+        assert pick_products("auto", x.float(), w2.float(), "swiglu", 400) == "triton"
+        assert pick_products("auto", x, w2, "geglu", 400) == "triton"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.kernels.common import tiles as _tiles
-from moe.kernels.grouped import ragged
+from moe.kernels.common import tuning
+from moe.kernels.grouped import configs, ragged
 from moe.kernels.grouped.ragged import Widths
 from moe.mixed_experts import mixed_experts
 from tests.moe.kernels.grouped_cases import (
@@ -49,8 +49,8 @@ def test_routings_and_odd_widths(kind):
 def test_every_configuration(name):
     sizes = (256, 64, 192, 320)
     routing = topk_routing(600, 4, 2, device="cuda")
-    for config in dict.fromkeys(c._replace(flatten=False) for c in _tiles.trials(name)):
-        with _tiles.forced(**{name: config}):
+    for config in configs.candidates(name, BF16, 128):
+        with tuning.forced(**{name: config}):
             _compare(routing, 600, 256, sizes, dtype=BF16, device="cuda")
 
 

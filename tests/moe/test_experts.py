@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.experts import experts
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common import tuning
 from moe.kernels.common.activations import ACTIVATIONS
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
-from moe.kernels.common.tiles import Config
+from moe.kernels.common.tuning import Config
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -38,7 +38,7 @@ SMALL = {
     "up": Config(32, 64, 32, group=2, split=2),
     "rows": Config(32, 64, 32, group=2, split=2),
     "down_backward": Config(32, 64, 32, group=2, split=2),
-    "outer": Config(32, 64, 32, split=2, flatten=True),
+    "outer": Config(32, 64, 32, split=2),
 }
 
 
@@ -61,11 +61,12 @@ def _operands(
 def _run(values: dict, routing: Routing, dout, function=experts, **options) -> dict:
     """The output and every gradient by name."""
     args = (values["x"], values["w1"], values["w2"])
-    biases = {"b1_EH": values.get("b1"), "b2_ED": values.get("b2")}
+    biases = values.get("b1"), values.get("b2")
     if function is experts_by_hand:
-        out = experts_by_hand(*args, routing, values["gates"], **biases, **options)
+        named = dict(zip(("b1_EH", "b2_ED"), biases))
+        out = experts_by_hand(*args, routing, values["gates"], **named, **options)
     else:
-        out = function(*args, _with_gates(routing, values["gates"]), **biases, **options)
+        out = function(*args, _with_gates(routing, values["gates"]), biases=biases, **options)
     grads = torch.autograd.grad(out, list(values.values()), dout, allow_unused=True)
     return {"out": out.detach(), **dict(zip(values, grads))}
 
@@ -75,7 +76,7 @@ def _compare(routing: Routing, D: int, N: int, *, bias=True, activation="swiglu"
     dtype = torch.float32 if options.get("backend") == "triton" else F64
     values = _operands(routing, D, N, dtype, activation, bias)
     dout = random(routing.num_tokens, D, dtype=dtype)
-    with _tiles.forced(**SMALL), nan_memory():
+    with tuning.forced(**SMALL), nan_memory():
         got = _run(values, routing, dout, activation=activation, **options)
     wide = {k: t.detach().double().requires_grad_() for k, t in values.items()}
     want = _run(wide, routing, dout.double(), experts_by_hand, activation=activation)
@@ -123,7 +124,7 @@ def test_h_in_float8_moves_only_gradients_and_those_little(backend: str):
     routing = topk_routing(48, 4, 2)
     values = _operands(routing, 64, 32, torch.float16)
     dout = random(48, 64, dtype=torch.float16)
-    with _tiles.forced(**SMALL), nan_memory():
+    with tuning.forced(**SMALL), nan_memory():
         exact, got = (
             _run(values, routing, dout, save=save, backend=backend) for save in ("h", "fp8_h")
         )
@@ -140,7 +141,7 @@ def test_finite_differences():
     values = _operands(routing, 3, 2, bias=True)
 
     def f(x, w1, w2, gates, b1, b2):
-        return experts(x, w1, w2, _with_gates(routing, gates), b1_EH=b1, b2_ED=b2)
+        return experts(x, w1, w2, _with_gates(routing, gates), biases=(b1, b2))
 
     assert torch.autograd.gradcheck(f, tuple(values.values()))
 
@@ -155,7 +156,7 @@ def test_nothing_to_do(backend: str, kind: str):
         none = torch.full((4,), -1)
         routing = Routing.from_pairs(torch.zeros(4, dtype=torch.int64), none, torch.ones(4), 0, 3)
     values = _operands(routing, 8, 4, torch.float32, bias=True)
-    with _tiles.forced(**SMALL), nan_memory():
+    with tuning.forced(**SMALL), nan_memory():
         got = _run(values, routing, torch.ones(T, 8), backend=backend)
     assert got["out"].shape == (T, 8)
     assert got["out"].dtype == torch.float32
@@ -239,7 +240,7 @@ def test_only_a_bias(free: str):
     want = _run(values, routing, dout)
     frozen = {k: t.detach().requires_grad_(k == free) for k, t in values.items()}
     out = experts(
-        frozen["x"], frozen["w1"], frozen["w2"], routing, b1_EH=frozen["b1"], b2_ED=frozen["b2"]
+        frozen["x"], frozen["w1"], frozen["w2"], routing, biases=(frozen["b1"], frozen["b2"])
     )
     with _Names() as ran:
         out.backward(dout)
@@ -264,7 +265,7 @@ def test_kept_for_backward(save: str, backend: str):
         kept[t.data_ptr()] = t
         return t
 
-    with _tiles.forced(**SMALL), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with tuning.forced(**SMALL), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         _run_forward = experts(
             values["x"], values["w1"], values["w2"], _with_gates(routing, values["gates"]),
             save=save, backend=backend,
@@ -377,7 +378,7 @@ def test_one_compiled_graph(backend: str):
         made = Routing.from_topk(expert_TK, gates.view(9, 2), 4, backend="reference")
         return experts(x, w1, w2, made, backend=backend) * 2
 
-    with _tiles.forced(**SMALL):
+    with tuning.forced(**SMALL):
         want = _run(values, routing, 2 * dout, backend=backend)
         out = torch.compile(layer, fullgraph=True, backend="aot_eager")(*values.values())
         grads = torch.autograd.grad(out, list(values.values()), dout)
@@ -400,7 +401,7 @@ def test_operators_and_their_fakes_agree():
     for op, args in (
         (ops.up_forward, (x, w1, b1, token, offsets, "swiglu", True, *tail)),
         (ops.up_forward, (x, w1, None, token, offsets, "swiglu", False, *tail)),
-        (ops.down_forward, (a, w2, b2, offsets, None, *tail)),
+        (ops.down_forward, (a, w2, b2, offsets, *tail)),
         (ops.combine, (torch.randn(14, 6), gates, row, 7, 2, None, "reference")),
         (
             ops.down_backward,
@@ -438,8 +439,8 @@ def test_operators_and_their_fakes_agree():
         ({"w1": torch.zeros(3, 4, 6)}, "activation='swiglu' it must be"),
         ({"w2": torch.zeros(6, 4)}, "3 dimensions"),
         ({"w1": torch.zeros(3, 8, 6, dtype=F64)}, "w1 is torch.float64 and x is torch.float32"),
-        ({"b1_EH": torch.zeros(3, 6)}, r"b1 has shape \(3, 6\)"),
-        ({"b2_ED": torch.zeros(2, 6)}, r"b2 has shape \(2, 6\)"),
+        ({"biases": (torch.zeros(3, 6), None)}, r"b1 has shape \(3, 6\)"),
+        ({"biases": (None, torch.zeros(2, 6))}, r"b2 has shape \(2, 6\)"),
         ({"w1": torch.zeros(2, 8, 6), "w2": torch.zeros(2, 6, 4)}, "routing has 3 experts"),
     ],
     ids=lambda v: v if isinstance(v, str) else None,

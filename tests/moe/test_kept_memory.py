@@ -12,9 +12,10 @@ import torch
 from moe import MoE, MoEConfig, balance_loss, z_loss
 from moe.experts import experts
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
+from moe.kernels.common.gating import NORMS, SCORES
 from moe.kernels.routing.router_logits import router_logits
 from moe.kernels.routing.routing_metadata import routing_metadata, slots_of_rows
-from moe.kernels.routing.topk_gating import NORMS, SCORES, gates_suffice, topk_gating, topk_routing
+from moe.kernels.routing.topk_gating import gates_suffice, topk_gating, topk_routing
 
 pytestmark = pytest.mark.skipif(
     not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())), reason="needs Triton's kernels"

@@ -9,10 +9,10 @@ import torch
 
 from moe.balance import flop_weights
 from moe.experts import experts
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common import tuning
 from moe.kernels.common.activations import ACTIVATIONS
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET, interpreter_faults
-from moe.kernels.common.tiles import Config
+from moe.kernels.common.tuning import Config
 from moe.kernels.grouped import ragged
 from moe.kernels.grouped.ragged import Widths
 from moe.layer import MoE, MoEConfig
@@ -104,14 +104,14 @@ def test_reference_equals_a_loop(activation: str, save: str):
 def test_kernels_equal_float64(activation: str, pointers: bool):
     # widths of one tile, part of one, and several; an expert without rows; unused slots
     routing = topk_routing(45, 4, 2, holes=True)
-    with _tiles.forced(pointers=pointers, **SMALL):
+    with tuning.forced(pointers=pointers, **SMALL):
         _compare(routing, 45, 96, (64, 32, 96, 32), activation=activation)
 
 
 @needs_interpreter
 def test_kernels_at_odd_sizes():
     """Widths that no tile divides go through masked loads; so do odd widths of the model."""
-    with _tiles.forced(**SMALL):
+    with tuning.forced(**SMALL):
         _compare(ragged_routing(21, 4), 21, 29, (7, 33, 1, 20))
         _compare(topk_routing(17, 2, 1), 17, 64, (16, 48), save="x")
 
@@ -121,7 +121,7 @@ def test_kernels_at_odd_sizes():
 def test_kernels_in_half_precision(dtype):
     if any(str(dtype).removeprefix("torch.") in fault for fault in interpreter_faults()):
         pytest.skip(f"the interpreter computes {dtype} wrongly")
-    with _tiles.forced(**SMALL):
+    with tuning.forced(**SMALL):
         _compare(topk_routing(50, 3, 2), 50, 64, (64, 128, 32), dtype=dtype)
 
 
@@ -137,7 +137,7 @@ def test_a_damaged_width_is_seen():
 
     ragged._lists = wrong
     try:
-        with _tiles.forced(**SMALL), pytest.raises(AssertionError):
+        with tuning.forced(**SMALL), pytest.raises(AssertionError):
             _compare(routing, 20, 32, sizes)
     finally:
         ragged._lists = real
@@ -183,7 +183,7 @@ def test_a_layer_of_zeros_beyond_each_width_is_the_same_function():
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_interpreter)])
 def test_experts_and_batches_without_rows(backend):
     sizes = (8, 16, 24)
-    with _tiles.forced(**SMALL):
+    with tuning.forced(**SMALL):
         for routing in (counted_routing([0, 9, 0]), topk_routing(0, 3, 2)):
             T = routing.num_tokens
             leaves = _leaves(T, 32, sizes, routing, "swiglu", torch.float32)
@@ -204,7 +204,7 @@ def test_sums_of_each_expert_s_outputs(backend):
     sizes, T, D = (8, 16, 24), 20, 32
     routing = topk_routing(T, 3, 2)
     x, w1, w2, _ = _leaves(T, D, sizes, routing, "swiglu", torch.float32)
-    with _tiles.forced(**SMALL), nan_memory():
+    with tuning.forced(**SMALL), nan_memory():
         _, sums_ED = mixed_experts(
             x, w1, w2, routing, Widths(sizes), backend=backend, output_sums=True
         )

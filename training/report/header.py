@@ -9,8 +9,8 @@ import torch
 
 from models.attention import packed_backend
 from models.loss import loss_backend
-from moe.experts import picked_backend
 from moe.kernels.common.backend import pick_backend
+from moe.kernels.tiers import pick_products
 from training.config.expert_checks import start_experts
 from training.estimate.flops import counts_first, matmul_weights
 from training.optim.master import group_table
@@ -145,13 +145,10 @@ def _experts_kernels(state: RunState, dtype: torch.dtype) -> str | None:
         return pick_backend(config.model.kernels, one)
     tokens = state.plan.micro_batch_size * config.data.seq_len
     E, D, N = layer.num_experts, layer.hidden_size, layer.expert_size
-    picked = picked_backend(
+    picked = pick_products(
         config.model.kernels,
         one.expand(tokens, D),
-        one.expand(E, 2 * N, D),
         one.expand(E, D, N),
-        None,
-        None,
         layer.activation,
         tokens * layer.num_experts_per_tok,
     )

@@ -1,6 +1,6 @@
-"""Choose the fastest of a few kernel configurations, once per card and shape class.
+"""Kernel configurations, and the choice of the fastest of a few, once per card and shape class.
 
-    config = best("up_forward", (size_class(R), D, H, dtype), CONFIGS, run, device=x.device)
+    config = pick("up", (size_class(R), D, H, dtype), CONFIGS, run, x.device)
 
 `run(config)` must launch the kernel and may be called many times. The choice is kept in memory and
 in a small JSON file, so a second start measures nothing and does not depend on the noise of the
@@ -26,11 +26,129 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from moe.kernels.common.backend import INTERPRET, device_name, next_power_of_2, triton
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class Config(NamedTuple):
+    """One way to run a kernel. Each kernel reads the fields that mean something to it."""
+
+    bm: int
+    """Rows of the output tile; for row products the rows of the tile list."""
+    bn: int
+    """Columns of the output tile."""
+    bk: int
+    """Inner columns of one product; of a sparse row, entries in flight."""
+    warps: int = 8
+    stages: int = 3
+    group: int = 8
+    """Row tiles that share the columns of a weight while it is in L2."""
+    split: int = 2
+    """Parts in which the epilogue handles a tile's columns: fewer registers, less staging."""
+    ctas: int = 1
+    """Programs per multiprocessor."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bm}x{self.bn}x{self.bk} w{self.warps} s{self.stages} g{self.group} "
+            f"/{self.split} c{self.ctas}"
+        )
+
+
+_forced: dict[str, Config] = {}
+_forced_pointers = False
+
+
+@contextlib.contextmanager
+def forced(pointers: bool = False, **configs: Config) -> Iterator[None]:
+    """Inside: the named kernels run with the given configurations; with `pointers`, the Triton tier
+    without TMA."""
+    global _forced, _forced_pointers
+    before = _forced, _forced_pointers
+    _forced, _forced_pointers = {**_forced, **configs}, pointers
+    try:
+        yield
+    finally:
+        _forced, _forced_pointers = before
+
+
+def forced_configs() -> dict[str, Config]:
+    """Kernel to configuration, inside `forced`."""
+    return _forced
+
+
+def pointers_forced() -> bool:
+    """Whether this is inside `forced(pointers=True)`."""
+    return _forced_pointers
+
+
+_picked: dict[tuple, Config] = {}
+
+
+def pick(
+    kernel: str,
+    key: tuple,
+    configs: Sequence[Config],
+    run: Callable[[Config], object],
+    device: torch.device,
+    check: Callable[[Config], None] | None = None,
+) -> Config:
+    """The configuration to run: forced, or the fastest for this class of shapes, or the first.
+
+    Args:
+        kernel: its name, for `forced` and the file.
+        key: shape class; anything with a stable `str`.
+        configs: candidates, the default first.
+        run: launches the kernel with a configuration, with no effect but on new tensors.
+        check: raises RuntimeError for a configuration that must not run; not asked of a forced one.
+
+    Raises:
+        RuntimeError: `check` refuses every configuration; its first reason.
+    """
+    if kernel in _forced:
+        return _forced[kernel]
+    if check is None and len(configs) == 1:
+        return configs[0]
+    place = (kernel, key, device)
+    config = _picked.get(place)
+    if config is not None:
+        return config
+
+    def checked(config: Config) -> None:
+        if check is not None:
+            check(config)
+        run(config)
+
+    config = best(kernel, key, configs, checked, device=device)
+    if check is not None:
+        config = _first_right([config, *configs], check)
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        _picked[place] = config
+    return config
+
+
+def _first_right(configs: Sequence[Config], check: Callable[[Config], None]) -> Config:
+    refusal = None
+    for config in configs:
+        try:
+            check(config)
+        except RuntimeError as error:
+            refusal = refusal or error
+        else:
+            return config
+    assert refusal is not None
+    raise refusal
+
+
+# ------------------------------------------------------------------------------------------- choice
 
 C = TypeVar("C")
 Measure = Callable[[Callable[[], None]], float]
@@ -113,6 +231,7 @@ def best(
 def forget() -> None:
     """Drop what this process remembers; the file stays."""
     _chosen.clear()
+    _picked.clear()
 
 
 def _may_measure(device: torch.device, measure: Measure | None) -> bool:
@@ -206,11 +325,11 @@ def _record(path: Path, entry: str, index: int) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Hold the file's lock; it falls with the process. Without a writable folder: no lock."""
     try:
-        import fcntl
-
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_suffix(".lock"), "w")  # noqa: SIM115
-    except (ImportError, OSError):
+        lock = open(path.with_suffix(".lock"), "w") if fcntl else None  # noqa: SIM115
+    except OSError:
+        lock = None
+    if lock is None:
         yield
         return
     with lock:

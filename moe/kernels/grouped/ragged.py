@@ -29,10 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels.common import tiles as _tiles
-from moe.kernels.common import tuning as _tuning
 from moe.kernels.common.activations import (
-    act_and_slope,
     activation_backward_ref,
     activation_ref,
     activation_width,
@@ -40,21 +37,28 @@ from moe.kernels.common.activations import (
 from moe.kernels.common.backend import cdiv, next_power_of_2, tl, triton
 from moe.kernels.common.launch import launch
 from moe.kernels.common.ops import define_op
-from moe.kernels.common.reference import arithmetic_dtype, gather_rows_ref, used_rows
-from moe.kernels.common.tiles import (
-    Config,
-    halves,
-    pairs,
-    source_rows,
-    store_rows,
-    tile_of,
-    weight_tile,
+from moe.kernels.common.reference import (
+    arithmetic_dtype,
+    gather_rows_ref,
+    to_slots,
+    used_rows,
 )
-from moe.kernels.common.tuning import size_class
-from moe.kernels.grouped.down_backward import _gates_of, _slots_of, _to_slots, sum_parts
-from moe.kernels.grouped.up_forward import _finish as _up_finish
-from moe.kernels.grouped.up_forward import _product as _transposed_product
-from moe.kernels.grouped.weight_gradient import _operand
+from moe.kernels.common.tiles import (
+    descriptor,
+    grid_size,
+    ragged_descriptor,
+    source_rows,
+    tile_of,
+    tma_serves,
+    with_unit_stride,
+)
+from moe.kernels.common.tuning import Config, pick, size_class
+from moe.kernels.grouped.configs import candidates, tile_rows
+from moe.kernels.grouped.down_backward import backward_part, sum_parts
+from moe.kernels.grouped.main_loop import gates_of, in_parts, product
+from moe.kernels.grouped.rows import row_part
+from moe.kernels.grouped.up_forward import up_part
+from moe.kernels.grouped.weight_gradient import operand
 
 
 class Widths(NamedTuple):
@@ -147,7 +151,7 @@ def down_backward_ref(
         return dh.to(h_RH.dtype), a.to(h_RH.dtype), h_RH.new_empty(0)
     gate_R = gates_S[:R] if slot_R is None or R == 0 else gates_S.index_select(0, slot_R)
     gate_R1 = gate_R[:, None].to(wide)
-    dgate_S = _to_slots(dgate_R, row_S).to(gates_S.dtype)
+    dgate_S = to_slots(dgate_R, row_S).to(gates_S.dtype)
     return (dh * gate_R1).to(h_RH.dtype), (a * gate_R1).to(h_RH.dtype), dgate_S
 
 
@@ -223,37 +227,19 @@ def _up_kernel(
         x_at = source_rows(token_ptr, start, end, BM, GATHER).to(tl.int64) * stride_x
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for k in tl.range(0, D, BK):
-            acc = _transposed_product(
-                acc, x_ptr, x_desc, x_at, w_ptr, w_desc, e * 0, start, k, unit + col, D, P,
-                0, stride_w, 1, GATHER, TMA, EVEN, VEC, BN, BK,
+            acc = product(
+                acc, (x_ptr, x_desc), x_at, (w_ptr, w_desc, 0, 1, stride_w), e * 0, start, k,
+                k, unit + col, D, D, P, GATHER, True, TMA, EVEN, VEC, BK,
             )  # fmt: skip
-        _up_finish(
-            acc, None, h_ptr, h_desc, a_ptr, a_desc, e, start, end, col, H, N,
-            ACT, WIDTH, STORE_H, False, TMA, BM, BN, SPLIT,
-        )  # fmt: skip
-
-
-@triton.jit
-def _rows_finish(
-    acc, out_ptr, out_desc, start, end, col, D,
-    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    if SPLIT > 1:
-        left, right = halves(acc)
-        _rows_finish(left, out_ptr, out_desc, start, end, col, D, TMA, BM, BN // 2, SPLIT // 2)
-        _rows_finish(
-            right, out_ptr, out_desc, start, end, col + BN // 2, D, TMA, BM, BN // 2, SPLIT // 2
-        )
-    else:
-        out = acc.to(out_ptr.dtype.element_ty)
-        store_rows(out_ptr, out_desc, out, start, end, col, D, D, BM, BN, TMA)
+        to = (None, h_ptr, h_desc, H, a_ptr, a_desc, N, H, N)
+        in_parts(acc, col, (e, start, end), to, (ACT, WIDTH, STORE_H, False, TMA), up_part, SPLIT)
 
 
 @triton.jit(do_not_specialize=["E", "D", "stride_a", "stride_w"])
 def _rows_kernel(
     a_ptr, a_desc, w_ptr, w_desc, out_ptr, out_desc, offsets_ptr, starts_ptr, order_ptr,
     E, D, stride_a, stride_w,
-    WIDTH: tl.constexpr, TMA: tl.constexpr, EP: tl.constexpr,
+    WIDTH: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     rows, _units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
@@ -270,69 +256,12 @@ def _rows_kernel(
         a_at = source_rows(None, start, end, BM, False).to(tl.int64) * stride_a
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for k in tl.range(0, inner, BK):
-            if TMA:  # the width of every expert is a multiple of BK
-                a = a_desc.load([start, k])
-            else:
-                cols = k + tl.arange(0, BK)
-                some = (cols < inner)[None, :]
-                a = tl.load(a_ptr + a_at[:, None] + cols[None, :], mask=some, other=0.0)
-            w = weight_tile(
-                w_ptr, w_desc, e * 0, unit + k, col, unit + inner, D, 0, stride_w, 1, BK, BN, TMA
-            )
-            acc = tl.dot(a, w, acc, input_precision="ieee")
-        _rows_finish(acc, out_ptr, out_desc, start, end, col, D, TMA, BM, BN, SPLIT)
-
-
-@triton.jit
-def _backward_finish(
-    da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, units, H, N,
-    ACT: tl.constexpr, WIDTH: tl.constexpr, GATES: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """As in `moe.kernels.grouped.down_backward`, but <dA, A> leaves out columns from `units` on."""
-    if SPLIT > 1:
-        left, right = halves(da)
-        dot_left = _backward_finish(
-            left, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, units,
-            H, N, ACT, WIDTH, GATES, TMA, BM, BN // 2, SPLIT // 2,
-        )  # fmt: skip
-        dot_right = _backward_finish(
-            right, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col + BN // 2,
-            units, H, N, ACT, WIDTH, GATES, TMA, BM, BN // 2, SPLIT // 2,
-        )  # fmt: skip
-        return dot_left + dot_right
-    else:
-        if TMA:
-            h = h_desc.load([start, col * WIDTH])
-        else:
-            rows = start + tl.arange(0, BM)
-            cols = col * WIDTH + tl.arange(0, BN * WIDTH)
-            at = rows.to(tl.int64)[:, None] * H + cols[None, :]
-            h = tl.load(h_ptr + at, mask=(rows < end)[:, None] & (cols < H)[None, :], other=0.0)
-        h = h.to(tl.float32)
-        if WIDTH == 2:
-            x, up = pairs(h)
-            f, slope = act_and_slope(x, ACT)
-            a = f * up
-        else:
-            a, slope = act_and_slope(h, ACT)
-        da, a = tl.join(da, a).split()  # one layout for both
-        # What lies beyond the expert's width was never written: it may be NaN.
-        inside = (col + tl.arange(0, BN) < units)[None, :]
-        dot = tl.sum(tl.where(inside, da * a, 0.0), axis=1)
-        if GATES:
-            da *= gate[:, None]
-        if WIDTH == 2:
-            dh = tl.join(da * up * slope, da * f).reshape(BM, BN * 2)
-        else:
-            dh = da * slope
-        dh = dh.to(h_ptr.dtype.element_ty)
-        store_rows(dh_ptr, dh_desc, dh, start, end, col * WIDTH, H, H, BM, BN * WIDTH, TMA)
-        if GATES:
-            a *= gate[:, None]
-        a = a.to(h_ptr.dtype.element_ty)
-        store_rows(a_ptr, a_desc, a, start, end, col, N, N, BM, BN, TMA)
-        return dot
+            acc = product(
+                acc, (a_ptr, a_desc), a_at, (w_ptr, w_desc, 0, stride_w, 1), e * 0, start, k,
+                unit + k, col, inner, unit + inner, D, False, False, TMA, EVEN, 1, BK,
+            )  # fmt: skip
+        to = (None, out_ptr, out_desc, D)
+        in_parts(acc, col, (e, start, end), to, (False, TMA), row_part, SPLIT)
 
 
 @triton.jit(do_not_specialize=["E", "R", "D", "H", "N", "U", "stride_do", "stride_w"])
@@ -357,18 +286,24 @@ def _down_backward_kernel(
         row, col = tile_of(within, tl.cdiv(end - first, BM), tl.cdiv(cols, BN), GROUP)
         start, col = first + row * BM, col * BN
         do_at = source_rows(token_ptr, start, end, BM, GATHER).to(tl.int64) * stride_do
-        slots = _slots_of(slot_ptr, start, end, BM, SLOTS)
-        gate = _gates_of(gates_ptr, slots, BM, GATES)
+        slots = source_rows(slot_ptr, start, end, BM, SLOTS)
+        gate = gates_of(gates_ptr, slots, BM, GATES)
         da = tl.zeros((BM, BN), dtype=tl.float32)
         for k in tl.range(0, D, BK):
-            da = _transposed_product(
-                da, do_ptr, do_desc, do_at, w_ptr, w_desc, e * 0, start, k, unit + col, D, U,
-                0, stride_w, 1, GATHER, TMA, EVEN, VEC, BN, BK,
+            da = product(
+                da, (do_ptr, do_desc), do_at, (w_ptr, w_desc, 0, 1, stride_w), e * 0, start, k,
+                k, unit + col, D, D, U, GATHER, True, TMA, EVEN, VEC, BK,
             )  # fmt: skip
-        dot = _backward_finish(
-            da, gate, h_ptr, h_desc, dh_ptr, dh_desc, a_ptr, a_desc, start, end, col, cols, H, N,
-            ACT, WIDTH, GATES, TMA, BM, BN, SPLIT,
-        )  # fmt: skip
+        to = (h_ptr, h_desc, dh_ptr, dh_desc, H, a_ptr, a_desc, N, H, N)
+        dot = in_parts(
+            da,
+            col,
+            (gate, start, end, cols),
+            to,
+            (ACT, WIDTH, True, GATES, True, True, TMA),
+            backward_part,
+            SPLIT,
+        )
         if GATES:
             at = start + tl.arange(0, BM)
             tl.store(dot_ptr + (col // BN).to(tl.int64) * R + at, dot, mask=at < end)
@@ -396,32 +331,29 @@ def _outer_kernel(
         col = within % col_tiles * BN
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for k in tl.range(0, end - start, BK):
-            left = _operand(
+            left = operand(
                 left_ptr, left_desc, None, start, end, k, row, I, stride_left,
                 False, TMA, EVEN_LEFT, VEC, BK, BM,
             )  # fmt: skip
-            right = _operand(
+            right = operand(
                 right_ptr, right_desc, token_ptr, start, end, k, col, D, stride_right,
                 GATHER, TMA, EVEN_RIGHT, VEC, BK, BN,
             )  # fmt: skip
             acc = tl.dot(left.T, right, acc, input_precision="ieee")
-        _rows_finish(acc, out_ptr, out_desc, unit + row, unit_end, col, D, TMA, BM, BN, SPLIT)
+        to = (None, out_ptr, out_desc, D)
+        in_parts(acc, col, (e, unit + row, unit_end), to, (False, TMA), row_part, SPLIT)
 
 
 # ---------------------------------------------------------------------------------------- launchers
 
 
 def _pick(kernel: str, dtype: torch.dtype, bm: int | None, key: tuple, run, device) -> Config:
-    """As `_tiles.pick_config`, without configurations whose loops are one."""
-    listed = [c._replace(flatten=False) for c in _tiles.candidates(kernel, dtype, bm)]
-    listed = list(dict.fromkeys(listed))
-    if len(listed) == 1:
-        return listed[0]
-    return _tuning.best(f"ragged_{kernel}", (str(dtype), bm, *key), listed, run, device=device)
+    listed = candidates(kernel, dtype, bm)
+    return pick(kernel, ("ragged", dtype, bm, *key), listed, run, device)
 
 
 def _bm(dtype: torch.dtype, rows: int, sizes: tuple[int, ...]) -> int:
-    return _tiles.tile_rows(dtype, rows, len(sizes))
+    return tile_rows(dtype, rows, len(sizes))
 
 
 def _padded(sizes: tuple[int, ...]) -> int:
@@ -431,7 +363,7 @@ def _padded(sizes: tuple[int, ...]) -> int:
 
 def _grid(device, c: Config, bm: int, rows: int, sizes: tuple[int, ...], columns: int) -> int:
     tiles = (rows // bm + min(len(sizes), rows)) * cdiv(columns, c.bn)
-    return _tiles.grid_size(device, c, tiles)
+    return grid_size(device, c, tiles)
 
 
 def up_triton(
@@ -450,18 +382,18 @@ def up_triton(
         "up", x.dtype, bm, (size_class(R), D, H, activation),
         lambda c: up_triton(x, w1_PD, token_R, offsets_E1, sizes, activation, save_h, c), x.device,
     )  # fmt: skip
-    x, w1_PD = _tiles.with_unit_stride(x), _tiles.with_unit_stride(w1_PD)
-    tma = _tiles.tma_serves(x, w1_PD, a_RN, h_RH)
+    x, w1_PD = with_unit_stride(x), with_unit_stride(w1_PD)
+    tma = tma_serves(x, w1_PD, a_RN, h_RH)
     vec = 16 // x.element_size() if tma else 1
     x_desc = w_desc = h_desc = a_desc = None
     cols = c.bn // c.split
     if tma:
-        w_desc = _tiles.descriptor(w1_PD[None], [1, c.bn, c.bk])
-        a_desc = _tiles.ragged_descriptor(a_RN, [c.bm, cols // width])
+        w_desc = descriptor(w1_PD[None], [1, c.bn, c.bk])
+        a_desc = ragged_descriptor(a_RN, [c.bm, cols // width])
         if save_h:
-            h_desc = _tiles.ragged_descriptor(h_RH, [c.bm, cols])
+            h_desc = ragged_descriptor(h_RH, [c.bm, cols])
         if token_R is None:
-            x_desc = _tiles.descriptor(x, [c.bm, c.bk])
+            x_desc = descriptor(x, [c.bm, c.bk])
     starts, order = _lists(sizes, x.device)
     launch(_up_kernel, (_grid(x.device, c, c.bm, R, sizes, H),),
         x, x_desc, w1_PD, w_desc, h_RH if save_h else None, h_desc, a_RN, a_desc, token_R,
@@ -487,18 +419,18 @@ def rows_triton(
         "rows", a_RI.dtype, _bm(a_RI.dtype, R, sizes), (size_class(R), I, D),
         lambda c: rows_triton(a_RI, w_PD, offsets_E1, sizes, width, c), a_RI.device,
     )  # fmt: skip
-    a_RI, w_PD = _tiles.with_unit_stride(a_RI), _tiles.with_unit_stride(w_PD)
+    a_RI, w_PD = with_unit_stride(a_RI), with_unit_stride(w_PD)
     whole = math.gcd(*sizes) * width % c.bk == 0
-    tma = whole and _tiles.tma_serves(a_RI, w_PD, out_RD)
+    tma = whole and tma_serves(a_RI, w_PD, out_RD)
     a_desc = w_desc = out_desc = None
     if tma:
-        a_desc = _tiles.descriptor(a_RI, [c.bm, c.bk])
-        w_desc = _tiles.descriptor(w_PD[None], [1, c.bk, c.bn])
-        out_desc = _tiles.ragged_descriptor(out_RD, [c.bm, c.bn // c.split])
+        a_desc = descriptor(a_RI, [c.bm, c.bk])
+        w_desc = descriptor(w_PD[None], [1, c.bk, c.bn])
+        out_desc = ragged_descriptor(out_RD, [c.bm, c.bn // c.split])
     starts, order = _lists(sizes, a_RI.device)
     launch(_rows_kernel, (_grid(a_RI.device, c, c.bm, R, sizes, D),),
         a_RI, a_desc, w_PD, w_desc, out_RD, out_desc, offsets_E1, starts, order, len(sizes), D,
-        a_RI.stride(0), w_PD.stride(0), WIDTH=width, TMA=tma, EP=_padded(sizes),
+        a_RI.stride(0), w_PD.stride(0), WIDTH=width, TMA=tma, EVEN=whole, EP=_padded(sizes),
         BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, SPLIT=c.split,
         num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
@@ -524,19 +456,19 @@ def down_backward_triton(
         ),
         device,
     )  # fmt: skip
-    do, w2_UD = _tiles.with_unit_stride(do), _tiles.with_unit_stride(w2_UD)
+    do, w2_UD = with_unit_stride(do), with_unit_stride(w2_UD)
     gates_S = None if gates_S is None else gates_S.contiguous()
-    tma = _tiles.tma_serves(do, w2_UD, h_RH, a_RN)
+    tma = tma_serves(do, w2_UD, h_RH, a_RN)
     vec = 16 // h_RH.element_size() if tma else 1
     do_desc = w_desc = h_desc = dh_desc = a_desc = None
     cols = c.bn // c.split
     if tma:
-        w_desc = _tiles.descriptor(w2_UD[None], [1, c.bn, c.bk])
-        h_desc = _tiles.descriptor(h_RH, [c.bm, cols * width])
-        dh_desc = _tiles.ragged_descriptor(dh_RH, [c.bm, cols * width])
-        a_desc = _tiles.ragged_descriptor(a_RN, [c.bm, cols])
+        w_desc = descriptor(w2_UD[None], [1, c.bn, c.bk])
+        h_desc = descriptor(h_RH, [c.bm, cols * width])
+        dh_desc = ragged_descriptor(dh_RH, [c.bm, cols * width])
+        a_desc = ragged_descriptor(a_RN, [c.bm, cols])
         if token_R is None:
-            do_desc = _tiles.descriptor(do, [c.bm, c.bk])
+            do_desc = descriptor(do, [c.bm, c.bk])
     dot = None
     if gates_S is not None:  # parts that a narrow expert does not have stay 0
         dot = torch.zeros(cdiv(N, c.bn), R, dtype=torch.float32, device=device)
@@ -568,18 +500,18 @@ def outer_triton(
         "outer", right.dtype, None, (size_class(R), I, D),
         lambda c: outer_triton(left_RI, right, token_R, offsets_E1, sizes, width, c), right.device,
     )  # fmt: skip
-    left_RI, right = _tiles.with_unit_stride(left_RI), _tiles.with_unit_stride(right)
-    tma = _tiles.tma_serves(left_RI, right, out_PD)
+    left_RI, right = with_unit_stride(left_RI), with_unit_stride(right)
+    tma = tma_serves(left_RI, right, out_PD)
     vec = 16 // right.element_size() if tma else 1
     left_desc = right_desc = out_desc = None
     if tma:
-        out_desc = _tiles.ragged_descriptor(out_PD, [c.bm, c.bn // c.split])
-        left_desc = _tiles.ragged_descriptor(left_RI, [c.bk, c.bm])
+        out_desc = ragged_descriptor(out_PD, [c.bm, c.bn // c.split])
+        left_desc = ragged_descriptor(left_RI, [c.bk, c.bm])
         if token_R is None:
-            right_desc = _tiles.ragged_descriptor(right, [c.bk, c.bn])
+            right_desc = ragged_descriptor(right, [c.bk, c.bn])
     count = (P // c.bm + len(sizes)) * cdiv(D, c.bn)
     starts, order = _lists(sizes, right.device)
-    launch(_outer_kernel, (_tiles.grid_size(right.device, c, count),),
+    launch(_outer_kernel, (grid_size(right.device, c, count),),
         left_RI, left_desc, right, right_desc, token_R, out_PD, out_desc, offsets_E1, starts,
         order, len(sizes), I, D, left_RI.stride(0) // vec, right.stride(0) // vec,
         WIDTH=width, GATHER=token_R is not None, TMA=tma, EVEN_LEFT=I % c.bm == 0,

@@ -1,87 +1,38 @@
-"""Weight gradients of the experts: for each expert the sum over its rows of an outer product.
+"""Weight gradients of the experts in Triton: the sum over an expert's rows of outer products.
 
     dW1[e] = sum over rows r of e of dH[r]ᵀ · X[token of r]          (E, H, D)
     dW2[e] = sum over rows r of e of dO[token of r]ᵀ · A'[r]         (E, D, N)
 
 One operand is in expert order, the other is gathered while it is loaded. An expert without rows
 gets exact zeros (other implementations have left stale memory there:
-github.com/pytorch/pytorch/issues/172439). With `add_to` the sums are added to an existing buffer,
-usually a float32 main gradient, instead of making a new tensor.
+github.com/pytorch/pytorch/issues/172439).
 
 Shape letters: R rows (expert order), E experts, I rows of a weight, O columns of a weight.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from moe.kernels import hopper
-from moe.kernels.common import tiles as _tiles
 from moe.kernels.common.backend import cdiv, next_power_of_2, tl, triton
 from moe.kernels.common.launch import launch
-from moe.kernels.common.ops import define_op
-from moe.kernels.common.reference import (
-    arithmetic_dtype,
-    expert_of_rows,
-    gather_rows_ref,
-    grouped_outer_ref,
-    used_rows,
+from moe.kernels.common.tiles import (
+    descriptor,
+    grid_size,
+    ragged_descriptor,
+    ragged_load,
+    tma_serves,
+    with_unit_stride,
 )
-from moe.kernels.common.tiles import Config, halves, ragged_load
-from moe.kernels.common.tuning import size_class
-
-# --------------------------------------------------------------------------------------- reference
-
-
-def weight_gradient_ref(
-    left_RI: Tensor,
-    right_RO: Tensor,
-    left_token_R: Tensor | None,
-    right_token_R: Tensor | None,
-    offsets_E1: Tensor,
-    add_to_EIO: Tensor | None = None,
-) -> Tensor:
-    """Plain torch version of `weight_gradient`, any device and dtype."""
-    left_RI, right_RO = (
-        gather_rows_ref(left_RI, left_token_R),
-        gather_rows_ref(right_RO, right_token_R),
-    )
-    return grouped_outer_ref(left_RI, right_RO, offsets_E1, add_to_EIO)
-
-
-def bias_gradient_ref(
-    g_RO: Tensor,
-    token_R: Tensor | None,
-    gates_S: Tensor | None,
-    slot_R: Tensor | None,
-    offsets_E1: Tensor,
-) -> Tensor:
-    """Plain torch version of `bias_gradient`, any device and dtype."""
-    wide = arithmetic_dtype(g_RO.dtype)
-    g = gather_rows_ref(g_RO, token_R).to(wide, copy=True)
-    R = g.shape[0]
-    if gates_S is not None and R:
-        g.mul_((gates_S if slot_R is None else gates_S.index_select(0, slot_R))[:, None])
-    g.masked_fill_(~used_rows(offsets_E1, R)[:, None], 0.0)
-    out_EO = g.new_zeros(offsets_E1.shape[0] - 1, g.shape[1])
-    if not g.is_cuda:
-        return out_EO.index_add_(0, expert_of_rows(offsets_E1, R), g).to(g_RO.dtype)
-    # index_add_ on CUDA is atomic; a segmented sum keeps the order and so the bits.
-    return torch.segment_reduce(
-        g, "sum", offsets=offsets_E1.long(), axis=0, unsafe=True, initial=0.0
-    ).to(g_RO.dtype)
-
+from moe.kernels.common.tuning import Config, pick, size_class
+from moe.kernels.grouped.configs import candidates
+from moe.kernels.grouped.main_loop import in_parts
 
 # ------------------------------------------------------------------------------------------ kernels
 
 
-# Not specialised on divisibility, so that fewer variants are compiled: see `up_forward`.
-_SIZES = ["E", "I", "O", "stride_left", "stride_right"]
-
-
 @triton.jit
-def _operand(
+def operand(
     ptr, desc, token_ptr, start, end, k, col, WIDTH, stride,
     GATHER: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr,
     BK: tl.constexpr, BC: tl.constexpr,
@@ -105,17 +56,15 @@ def _operand(
 
 
 @triton.jit
-def _finish(
-    acc, out_ptr, out_desc, e, row, col, I, O,
-    ADD: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    if SPLIT > 1:
-        left, right = halves(acc)
-        _finish(left, out_ptr, out_desc, e, row, col, I, O, ADD, TMA, BM, BN // 2, SPLIT // 2)
-        _finish(
-            right, out_ptr, out_desc, e, row, col + BN // 2, I, O, ADD, TMA, BM, BN // 2, SPLIT // 2
-        )
-    elif TMA:
+def _part(acc, col, tile, args, FORM):
+    """Stores a range of columns of a tile, or adds them to what is there."""
+    e, row = tile
+    out_ptr, out_desc, I, O = args
+    ADD: tl.constexpr = FORM[0]
+    TMA: tl.constexpr = FORM[1]
+    BM: tl.constexpr = acc.shape[0]
+    BN: tl.constexpr = acc.shape[1]
+    if TMA:
         if ADD:
             acc += out_desc.load([e, row, col]).reshape(BM, BN).to(tl.float32)
         out = acc.to(out_ptr.dtype.element_ty).reshape(1, BM, BN)
@@ -128,6 +77,10 @@ def _finish(
         if ADD:
             acc += tl.load(out, mask=some, other=0.0).to(tl.float32)
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=some)
+    return 0
+
+
+_SIZES = ["E", "I", "O", "stride_left", "stride_right"]  # see `up_forward`
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -137,74 +90,54 @@ def _outer_kernel(
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
     EVEN_LEFT: tl.constexpr, EVEN_RIGHT: tl.constexpr, VEC: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):  # fmt: skip
+    """One loop over the products of all tiles of this program, so that the loads of the next tile
+    start while the current one is stored. An expert without rows takes one product of zeros.
+
+    `tl.range(flatten=True)` cannot do it: the inner loop's length differs by expert.
+    """
     first = tl.program_id(0)
     step = tl.num_programs(0)
     col_tiles = tl.cdiv(O, BN)
     per_expert = tl.cdiv(I, BM) * col_tiles
-    if FLATTEN:
-        # One loop over the products of all tiles of this program, so that the loads of the next
-        # tile start while the current one is stored. An expert without rows takes one product of
-        # zeros. `tl.range(flatten=True)` cannot do it: the inner loop's length differs by expert.
-        experts = tl.arange(0, EP)
-        some = experts < E
-        rows = tl.load(offsets_ptr + experts + 1, mask=some, other=0)
-        rows -= tl.load(offsets_ptr + experts, mask=some, other=0)
-        tiles = tl.cdiv(tl.maximum((experts + 1) * per_expert - first, 0), step)
-        tiles -= tl.cdiv(tl.maximum(experts * per_expert - first, 0), step)
-        total = tl.sum(tl.where(some, tiles * tl.maximum(tl.cdiv(rows, BK), 1), 0))
-        t = first - step
-        e = 0
-        start = 0
-        end = 0
-        k = 0
-        row = 0
-        col = 0
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for _ in tl.range(0, total, disallow_acc_multi_buffer=True):
-            k += BK
-            if k >= end - start:
-                t += step
-                e = t // per_expert
-                within = t - e * per_expert
-                row = within // col_tiles * BM
-                col = within % col_tiles * BN
-                start = tl.load(offsets_ptr + e)
-                end = tl.load(offsets_ptr + e + 1)
-                k = 0
-            left = _operand(
-                left_ptr, left_desc, left_token_ptr, start, end, k, row, I, stride_left,
-                GATHER_LEFT, TMA, EVEN_LEFT, VEC, BK, BM,
-            )  # fmt: skip
-            right = _operand(
-                right_ptr, right_desc, right_token_ptr, start, end, k, col, O, stride_right,
-                GATHER_RIGHT, TMA, EVEN_RIGHT, VEC, BK, BN,
-            )  # fmt: skip
-            acc = tl.dot(left.T, right, acc, input_precision="ieee")
-            if k + BK >= end - start:
-                _finish(acc, out_ptr, out_desc, e, row, col, I, O, ADD, TMA, BM, BN, SPLIT)
-                acc = tl.zeros((BM, BN), dtype=tl.float32)
-    else:
-        for t in tl.range(first, E * per_expert, step, disallow_acc_multi_buffer=True):
+    experts = tl.arange(0, EP)
+    some = experts < E
+    rows = tl.load(offsets_ptr + experts + 1, mask=some, other=0)
+    rows -= tl.load(offsets_ptr + experts, mask=some, other=0)
+    tiles = tl.cdiv(tl.maximum((experts + 1) * per_expert - first, 0), step)
+    tiles -= tl.cdiv(tl.maximum(experts * per_expert - first, 0), step)
+    total = tl.sum(tl.where(some, tiles * tl.maximum(tl.cdiv(rows, BK), 1), 0))
+    t = first - step
+    e = 0
+    start = 0
+    end = 0
+    k = 0
+    row = 0
+    col = 0
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for _ in tl.range(0, total, disallow_acc_multi_buffer=True):
+        k += BK
+        if k >= end - start:
+            t += step
             e = t // per_expert
             within = t - e * per_expert
             row = within // col_tiles * BM
             col = within % col_tiles * BN
             start = tl.load(offsets_ptr + e)
             end = tl.load(offsets_ptr + e + 1)
+            k = 0
+        left = operand(
+            left_ptr, left_desc, left_token_ptr, start, end, k, row, I, stride_left,
+            GATHER_LEFT, TMA, EVEN_LEFT, VEC, BK, BM,
+        )  # fmt: skip
+        right = operand(
+            right_ptr, right_desc, right_token_ptr, start, end, k, col, O, stride_right,
+            GATHER_RIGHT, TMA, EVEN_RIGHT, VEC, BK, BN,
+        )  # fmt: skip
+        acc = tl.dot(left.T, right, acc, input_precision="ieee")
+        if k + BK >= end - start:
+            in_parts(acc, col, (e, row), (out_ptr, out_desc, I, O), (ADD, TMA), _part, SPLIT)
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-            for k in tl.range(0, end - start, BK):
-                left = _operand(
-                    left_ptr, left_desc, left_token_ptr, start, end, k, row, I, stride_left,
-                    GATHER_LEFT, TMA, EVEN_LEFT, VEC, BK, BM,
-                )  # fmt: skip
-                right = _operand(
-                    right_ptr, right_desc, right_token_ptr, start, end, k, col, O, stride_right,
-                    GATHER_RIGHT, TMA, EVEN_RIGHT, VEC, BK, BN,
-                )  # fmt: skip
-                acc = tl.dot(left.T, right, acc, input_precision="ieee")
-            _finish(acc, out_ptr, out_desc, e, row, col, I, O, ADD, TMA, BM, BN, SPLIT)
 
 
 @triton.jit
@@ -248,39 +181,45 @@ def weight_gradient_triton(
     offsets_E1: Tensor,
     add_to_EIO: Tensor | None = None,
     config: Config | None = None,
+    out_EIO: Tensor | None = None,
 ) -> Tensor:
-    """Launches the kernel; see `weight_gradient`."""
+    """Launches the kernel; see `moe.kernels.products.weight_gradient`. The sums are added to
+    `add_to_EIO`, or else written to `out_EIO` or a new tensor."""
     assert left_token_R is None or right_token_R is None, "at most one operand is gathered"
     E, I, O = offsets_E1.shape[0] - 1, left_RI.shape[1], right_RO.shape[1]
-    out_EIO = left_RI.new_empty(E, I, O) if add_to_EIO is None else add_to_EIO
+    if add_to_EIO is not None:
+        out_EIO = add_to_EIO
+    elif out_EIO is None:
+        out_EIO = left_RI.new_empty(E, I, O)
     if left_RI.shape[0] == 0 or right_RO.shape[0] == 0:
         return out_EIO.zero_() if add_to_EIO is None else out_EIO
-    c = config or _tiles.pick_config(
-        "outer", left_RI.dtype, None,
-        (size_class(left_RI.shape[0]), I, O, "left" if left_token_R is not None else "right"),
+    c = config or pick(
+        "outer",
+        (left_RI.dtype, size_class(left_RI.shape[0]), I, O, left_token_R is not None),
+        candidates("outer", left_RI.dtype),
         lambda c: weight_gradient_triton(
             left_RI, right_RO, left_token_R, right_token_R, offsets_E1, None, c
         ),
         left_RI.device,
     )  # fmt: skip
-    left_RI, right_RO = _tiles.with_unit_stride(left_RI), _tiles.with_unit_stride(right_RO)
-    tma = _tiles.tma_serves(left_RI, right_RO, out_EIO)
+    left_RI, right_RO = with_unit_stride(left_RI), with_unit_stride(right_RO)
+    tma = tma_serves(left_RI, right_RO, out_EIO)
     vec = 16 // left_RI.element_size() if tma else 1
     left_desc = right_desc = out_desc = None
     if tma:
-        out_desc = _tiles.descriptor(out_EIO, [1, c.bm, c.bn // c.split])
+        out_desc = descriptor(out_EIO, [1, c.bm, c.bn // c.split])
         if left_token_R is None:
-            left_desc = _tiles.ragged_descriptor(left_RI, [c.bk, c.bm])
+            left_desc = ragged_descriptor(left_RI, [c.bk, c.bm])
         if right_token_R is None:
-            right_desc = _tiles.ragged_descriptor(right_RO, [c.bk, c.bn])
+            right_desc = ragged_descriptor(right_RO, [c.bk, c.bn])
     count = E * cdiv(I, c.bm) * cdiv(O, c.bn)
-    launch(_outer_kernel, (_tiles.grid_size(left_RI.device, c, count),),
+    launch(_outer_kernel, (grid_size(left_RI.device, c, count),),
         left_RI, left_desc, left_token_R, right_RO, right_desc, right_token_R, out_EIO, out_desc,
         offsets_E1, E, I, O, left_RI.stride(0) // vec, right_RO.stride(0) // vec,
         GATHER_LEFT=left_token_R is not None, GATHER_RIGHT=right_token_R is not None,
         ADD=add_to_EIO is not None, TMA=tma, EVEN_LEFT=I % c.bm == 0, EVEN_RIGHT=O % c.bn == 0,
         VEC=vec, EP=next_power_of_2(E), BM=c.bm, BN=c.bn, BK=c.bk, SPLIT=c.split,
-        FLATTEN=c.flatten, num_warps=c.warps, num_stages=c.stages,
+        num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
     return out_EIO
 
@@ -292,12 +231,12 @@ def bias_gradient_triton(
     slot_R: Tensor | None,
     offsets_E1: Tensor,
 ) -> Tensor:
-    """Launches the kernel; see `bias_gradient`."""
+    """Launches the kernel; see `moe.kernels.products.bias_gradient`."""
     E, O = offsets_E1.shape[0] - 1, g_RO.shape[1]
     out_EO = g_RO.new_empty(E, O)
     if g_RO.shape[0] == 0:
         return out_EO.zero_()
-    g_RO = _tiles.with_unit_stride(g_RO)
+    g_RO = with_unit_stride(g_RO)
     gates_S = None if gates_S is None else gates_S.contiguous()
     launch(_bias_gradient_kernel, (E, cdiv(O, 64)),
         g_RO, token_R, gates_S, slot_R, offsets_E1, out_EO, O, g_RO.stride(0),
@@ -305,102 +244,3 @@ def bias_gradient_triton(
         BR=32, BO=64,
     )  # fmt: skip
     return out_EO
-
-
-# -------------------------------------------------------------------------------------- custom ops
-
-
-def _run(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend):
-    if backend == "hopper":
-        hopper.check_operands(left_RI, right_RO, I=left_RI.shape[1], O=right_RO.shape[1])
-        from moe.kernels.hopper.outer import weight_gradient_hopper
-
-        return weight_gradient_hopper(left_RI, right_RO, left_token_R, right_token_R, offsets_E1)
-    f = weight_gradient_ref if backend == "reference" else weight_gradient_triton
-    return f(left_RI, right_RO, left_token_R, right_token_R, offsets_E1)
-
-
-def _fake(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend):
-    return left_RI.new_empty(offsets_E1.shape[0] - 1, left_RI.shape[1], right_RO.shape[1])
-
-
-def _run_add(add_to_EIO, left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend):
-    f = weight_gradient_ref if backend == "reference" else weight_gradient_triton
-    f(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, add_to_EIO)
-
-
-def _fake_add(add_to_EIO, left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend):
-    return None
-
-
-def _run_bias(g_RO, token_R, gates_S, slot_R, offsets_E1, backend):
-    f = bias_gradient_ref if backend == "reference" else bias_gradient_triton
-    return f(g_RO, token_R, gates_S, slot_R, offsets_E1)
-
-
-def _fake_bias(g_RO, token_R, gates_S, slot_R, offsets_E1, backend):
-    return g_RO.new_empty(offsets_E1.shape[0] - 1, g_RO.shape[1])
-
-
-_ARGUMENTS = (
-    "Tensor left_RI, Tensor right_RO, Tensor? left_token_R, Tensor? right_token_R, "
-    "Tensor offsets_E1, str backend"
-)
-_op = define_op(f"weight_gradient({_ARGUMENTS}) -> Tensor", _run, _fake)
-_op_add = define_op(
-    f"weight_gradient_add(Tensor(a!) add_to_EIO, {_ARGUMENTS}) -> ()", _run_add, _fake_add
-)
-_op_bias = define_op(
-    "bias_gradient(Tensor g_RO, Tensor? token_R, Tensor? gates_S, Tensor? slot_R, "
-    "Tensor offsets_E1, str backend) -> Tensor",
-    _run_bias,
-    _fake_bias,
-)
-
-# ------------------------------------------------------------------------------------------ public
-
-
-def weight_gradient(
-    left_RI: Tensor,
-    right_RO: Tensor,
-    left_token_R: Tensor | None,
-    right_token_R: Tensor | None,
-    offsets_E1: Tensor,
-    *,
-    add_to_EIO: Tensor | None = None,
-    backend: str = "reference",
-) -> Tensor | None:
-    """out_EIO[e] = sum over rows r of e of left[r]ᵀ right[r], summed in float32.
-
-    Args:
-        left_RI, right_RO: operands, in expert order or, with a token array, gathered by it. At
-            most one is gathered.
-        offsets_E1: int32 first row of each expert.
-        add_to_EIO: buffer to add to in place (its own dtype); the result is then None. "hopper"
-            does this with the Triton kernel.
-        backend: "reference", "triton" or "hopper", already resolved.
-    """
-    if add_to_EIO is None:
-        return _op(left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend)
-    _op_add(add_to_EIO, left_RI, right_RO, left_token_R, right_token_R, offsets_E1, backend)
-    return None
-
-
-def bias_gradient(
-    g_RO: Tensor,
-    token_R: Tensor | None,
-    gates_S: Tensor | None,
-    slot_R: Tensor | None,
-    offsets_E1: Tensor,
-    *,
-    backend: str = "reference",
-) -> Tensor:
-    """out_EO[e] = sum over rows r of e of gate of r · g[r], summed in float32.
-
-    Args:
-        g_RO: gradients, in expert order or, with token_R, gathered by it.
-        gates_S: factor of each slot (by row when slot_R is None), or None for 1.
-        offsets_E1: int32 first row of each expert.
-        backend: "reference", "triton" or "hopper", already resolved.
-    """
-    return _op_bias(g_RO, token_R, gates_S, slot_R, offsets_E1, backend)

@@ -1,4 +1,4 @@
-"""Host-side TMA descriptors of the Hopper kernels; two kinds, as in `_tiles`."""
+"""Host-side TMA descriptors of the Hopper kernels; two kinds, as in `moe.kernels.common.tiles`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
 def _descriptor(t: Tensor, shape: list, strides: list, block: list) -> TensorDescriptor:
     """A descriptor without the checks of its constructor, which cost as much as a launch does.
 
-    What they check holds here: `_configs.addressable` for base and strides, tested blocks.
+    What they check holds here: `configs.addressable` for base and strides, tested blocks.
     """
     made = object.__new__(TensorDescriptor)
     made.__dict__ = {
@@ -33,7 +33,8 @@ def plain(t: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def ragged(t: Tensor, block: list[int]) -> TensorDescriptor:
-    """Descriptor whose bounds are a run of rows named at run time; see `_tiles.ragged_descriptor`.
+    """Descriptor whose bounds are a run of rows named at run time; see `ragged_descriptor` of
+    `moe.kernels.common.tiles`.
 
     An access at (2^30, end, 2^30 - (end - start) + i, column) addresses row start + i and is cut
     off at `end`.

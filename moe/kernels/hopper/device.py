@@ -1,4 +1,4 @@
-"""Device code that the Hopper kernels share (Gluon). Import only where `hopper.missing()` is None.
+"""Device code that the Hopper kernels share (Gluon). Import only where Triton is installed.
 
 Two roles run on every multiprocessor at once. The producer (four warps when it gathers, else one)
 fills a ring of shared-memory stages: TMA for whatever is contiguous, cp.async for gathered rows,
@@ -63,7 +63,7 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-FAR = gl.constexpr(2**30)  # entries of a ragged descriptor's bounded axis; see `_tiles`
+FAR = gl.constexpr(2**30)  # entries of a ragged descriptor's bounded axis; see `common.tiles`
 
 # ------------------------------------------------------------------------------------------ layouts
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from moe.kernels.common.backend import cdiv
 from moe.kernels.common.launch import launch
-from moe.kernels.common.tiles import RowTiles
-from moe.kernels.common.tuning import size_class
-from moe.kernels.grouped.down_backward import sum_parts
-from moe.kernels.hopper.configs import Config, addressable, pick_config, programs
+from moe.kernels.common.reference import down_backward_ref
+from moe.kernels.common.row_tiles import RowTiles
+from moe.kernels.common.tuning import Config, size_class
+from moe.kernels.hopper.configs import addressable, pick_right, programs
 from moe.kernels.hopper.descriptors import plain
 from moe.kernels.hopper.device import (
     async_copy,
@@ -46,6 +46,7 @@ from moe.kernels.hopper.device import (
     warpgroup_mma_wait,
 )
 from moe.kernels.hopper.rows import multiply, produce_rows
+from moe.kernels.hopper.selftest import problem, relative_error
 
 _ROWS = gl.constexpr(8)
 """Rows that the epilogue works on at once, and asks for ahead."""
@@ -249,45 +250,52 @@ def down_backward_hopper(
     gates_S: Tensor | None,
     token_R: Tensor | None,
     slot_R: Tensor | None,
-    row_S: Tensor | None,
-    offsets_E1: Tensor,
-    want_dgate: bool,
     tiles: RowTiles,
     config: Config | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dH, A', dS) of `down_backward`, SwiGLU, no bias; dS is None if not wanted."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dH and A' of `down_backward`, SwiGLU, no bias; and the parts of <dA, A>, float32 [P, R]."""
     _, D, N = w2_EDN.shape
-    R = h_RH.shape[0]
+    R, device = h_RH.shape[0], h_RH.device
     dh_RH = torch.empty_like(h_RH)
     a_RN = h_RH.new_empty(R, N)
-    dgate_S = torch.empty_like(gates_S) if want_dgate else None
     if R == 0:
-        return dh_RH, a_RN, None if dgate_S is None else dgate_S.zero_()
-    c = config or pick_config(
+        return dh_RH, a_RN, torch.empty(0, R, dtype=torch.float32, device=device)
+    gather = token_R is not None
+    c = config or pick_right(
         "down_backward", (size_class(R), D, N),
-        lambda c: down_backward_hopper(
-            do_TD, w2_EDN, h_RH, gates_S, token_R, slot_R, row_S, offsets_E1, want_dgate, tiles, c
-        ),
-        h_RH.device, gather=token_R is not None,
+        lambda c: down_backward_hopper(do_TD, w2_EDN, h_RH, gates_S, token_R, slot_R, tiles, c),
+        lambda c: _error(c, gather, device), device, gather=gather,
     )  # fmt: skip
     do_TD, w2_EDN = addressable(do_TD), addressable(w2_EDN)
     gates_S = None if gates_S is None else gates_S.contiguous()
-    gather = token_R is not None
     steps = cdiv(D, c.bk)
     col_tiles = cdiv(N, c.bn)
-    dot = torch.empty(col_tiles, R, dtype=torch.float32, device=h_RH.device)
-    grid = programs(h_RH.device, tiles.expert_B.shape[0] * col_tiles)
+    dot_PR = torch.empty(col_tiles, R, dtype=torch.float32, device=device)
+    grid = programs(device, tiles.expert_B.shape[0] * col_tiles)
     launch(
         _down_backward_kernel, (grid,),
         None if gather else plain(do_TD, [c.bm, c.bk]), do_TD if gather else None, token_R,
         plain(w2_EDN, [1, c.bk, c.bn]), h_RH.view(torch.int32), dh_RH.view(torch.int32), a_RN,
-        gates_S, slot_R, dot, tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
+        gates_S, slot_R, dot_PR, *tiles[:4],
         R, N // 8, D // 8, do_TD.stride(0) // 8, steps, col_tiles,
         GATHER=gather, EVEN=not gather or steps * c.bk == D, GATES=gates_S is not None,
         SLOTS=slot_R is not None, BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages,
         GROUP=c.group, PRODUCER_WARPS=2 if gather else 1, EPILOGUE_WARPS=2, REGISTERS=136,
         num_warps=8,
     )  # fmt: skip
-    if dgate_S is not None:
-        sum_parts(dot, row_S, dgate_S, offsets_E1[-1:])
-    return dh_RH, a_RN, dgate_S
+    return dh_RH, a_RN, dot_PR
+
+
+# ---------------------------------------------------------------------------------------- self-test
+
+
+def _error(config: Config, gather: bool, device: torch.device) -> float:
+    p = problem(gather, device)
+    dh, a, dot = down_backward_hopper(
+        p.x, p.w2_EDN, p.h_RH, p.gates_S, p.token_R, p.slot_R, p.tiles, config
+    )
+    want = down_backward_ref(
+        p.x.float(), p.w2_EDN.float(), None, p.h_RH.float(), p.gates_S, p.token_R, p.slot_R,
+        p.row_S, p.offsets_E1, "swiglu", True, True, True,
+    )  # fmt: skip
+    return relative_error((dh, a, dot.sum(0)[p.row_S.long()]), want)

@@ -25,11 +25,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels.common.backend import cdiv, next_power_of_2, tl
-from moe.kernels.common.launch import launch
-from moe.kernels.common.networks import merge_descending, runner_up, sort_descending, top_of
-from moe.kernels.hopper.device import barrier, gl, gluon
-from moe.kernels.hopper.placing import place_pairs
-from moe.kernels.routing.topk_gating import (
+from moe.kernels.common.gating import (
     EMPTY_KEY,
     NORM_CODE,
     SCORE_CODE,
@@ -39,8 +35,14 @@ from moe.kernels.routing.topk_gating import (
     key_value,
     ordered,
     swap,
+    topk_gating_ref,
     unordered,
 )
+from moe.kernels.common.launch import launch
+from moe.kernels.common.networks import merge_descending, runner_up, sort_descending, top_of
+from moe.kernels.hopper.device import barrier, gl, gluon
+from moe.kernels.hopper.placing import place_pairs
+from moe.kernels.hopper.selftest import refuse_wrong, relative_error
 
 _FLT_MAX = gl.constexpr(3.4028234663852886e38)
 _NEG_INF = gl.constexpr(float("-inf"))
@@ -510,7 +512,28 @@ def gating_hopper(
     valid_T: Tensor | None,
     metadata: bool,
 ) -> tuple[Tensor, ...]:
-    """What `topk_gating._topk_gating_triton` returns, without group limit."""
+    """What `topk_gating_triton` returns, without group limit."""
+    E = logits_TE.shape[1]
+    form = (k, score, norm, scale)
+
+    def error() -> float:
+        return _error(E, *form, bias_E is not None, valid_T is not None, logits_TE.device)
+
+    variant = (E, *form, bias_E is not None, valid_T is not None)
+    refuse_wrong("hopper gating", variant, error, logits_TE.device)
+    return _launch(logits_TE, *form, bias_E, valid_T, metadata)
+
+
+def _launch(
+    logits_TE: Tensor,
+    k: int,
+    score: str,
+    norm: str,
+    scale: float,
+    bias_E: Tensor | None,
+    valid_T: Tensor | None,
+    metadata: bool,
+) -> tuple[Tensor, ...]:
     T, E = logits_TE.shape
     device = logits_TE.device
     i32, f32 = {"dtype": torch.int32, "device": device}, {"dtype": torch.float32, "device": device}
@@ -534,3 +557,41 @@ def gating_hopper(
         expert, words, tile_counts, tile_prob, tile_odd, E, metadata, clear=valid_T is not None
     )
     return expert, gate, lse, *placed
+
+
+# ---------------------------------------------------------------------------------------- self-test
+
+_TOKENS = 300  # two whole programs and a part of one
+
+
+def _error(
+    num_experts: int, k: int, score: str, norm: str, scale: float, biased: bool, padded: bool,
+    device: torch.device,
+) -> float:  # fmt: skip
+    """Largest of the errors of gates, lse and sums and of the share of other choices; infinite if
+    the sort is not that of the choices."""
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(_TOKENS, num_experts, generator=generator, device=device)
+    bias = torch.randn(num_experts, generator=generator, device=device) if biased else None
+    valid = torch.rand(_TOKENS, generator=generator, device=device) < 0.9 if padded else None
+    expert, gate, lse, counts, prob, odd, offsets, row_S, slot_R, token_R = _launch(
+        logits, k, score, norm, scale, bias, valid, True
+    )
+    want = topk_gating_ref(logits, k, score, norm, scale, bias, valid_T=valid)
+    pair_S = expert.flatten().long()
+    pairs = torch.bincount(pair_S[pair_S >= 0], minlength=num_experts)
+    order = torch.where(pair_S < 0, num_experts, pair_S).argsort(stable=True)
+    used = int(pairs.sum())
+    row = torch.full_like(pair_S, -1).index_put_((order[:used],), torch.arange(used, device=device))
+    sorted_right = (
+        torch.equal(counts.long(), pairs)
+        and torch.equal(offsets[1:].long(), pairs.cumsum(0))
+        and torch.equal(row_S.long(), row)
+        and torch.equal(slot_R[:used].long(), order[:used])
+        and torch.equal(token_R[:used].long(), order[:used] // k)
+    )
+    if not sorted_right or odd.item() != 0:
+        return float("inf")
+    other = (expert != want.expert_TK).float().mean().item()
+    got = (gate, lse, prob)
+    return max(other, relative_error(got, (want.gate_TK, want.lse_T, want.prob_sum_E)))

@@ -9,12 +9,14 @@ Shape letters: R rows (expert order), E experts, I rows of a weight, O columns o
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe.kernels.common.backend import cdiv
 from moe.kernels.common.launch import launch
-from moe.kernels.common.tuning import size_class
-from moe.kernels.hopper.configs import Config, addressable, pick_config, programs
+from moe.kernels.common.reference import weight_gradient_ref
+from moe.kernels.common.tuning import Config, size_class
+from moe.kernels.hopper.configs import addressable, pick_right, programs
 from moe.kernels.hopper.descriptors import plain, ragged
 from moe.kernels.hopper.device import (
     FAR,
@@ -34,6 +36,7 @@ from moe.kernels.hopper.device import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from moe.kernels.hopper.selftest import problem, relative_error
 
 # ------------------------------------------------------------------------------------------- kernel
 
@@ -252,15 +255,16 @@ def weight_gradient_hopper(
     if left_RI.shape[0] == 0 or right_RO.shape[0] == 0:
         return out_EIO.zero_()
     gather_left, gather_right = left_token_R is not None, right_token_R is not None
-    c = config or pick_config(
+    gather = gather_left or gather_right
+    c = config or pick_right(
         "outer_left" if gather_left else "outer_right", (size_class(left_RI.shape[0]), I, O),
         lambda c: weight_gradient_hopper(
             left_RI, right_RO, left_token_R, right_token_R, offsets_E1, c
         ),
-        left_RI.device, gather=gather_left or gather_right,
+        lambda c: _error(c, gather_left, gather_right, left_RI.device), left_RI.device,
+        gather=gather,
     )  # fmt: skip
     left_RI, right_RO = addressable(left_RI), addressable(right_RO)
-    gather = gather_left or gather_right
     gathered = left_RI if gather_left else right_RO
     left_tiles, right_tiles = cdiv(I, c.bm), cdiv(O, c.bn)
     grid = programs(left_RI.device, E * left_tiles * right_tiles)
@@ -269,11 +273,23 @@ def weight_gradient_hopper(
         None if gather_left else ragged(left_RI, [c.bk, c.bm]), left_RI if gather_left else None,
         None if gather_right else ragged(right_RO, [c.bk, c.bn]),
         right_RO if gather_right else None, left_token_R if gather_left else right_token_R,
-        plain(out_EIO, [1, c.bm, c.bn // c.parts]), offsets_E1,
+        plain(out_EIO, [1, c.bm, c.bn // c.split]), offsets_E1,
         E, gathered.shape[1] // 8, left_tiles, right_tiles, gathered.stride(0) // 8,
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right,
         EVEN=not gather or (I % c.bm if gather_left else O % c.bn) == 0,
-        BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages, PARTS=c.parts,
+        BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages, PARTS=c.split,
         PRODUCER_WARPS=4 if gather else 1, PRODUCER_REGISTERS=40 if gather else 24, num_warps=8,
     )  # fmt: skip
     return out_EIO
+
+
+# ---------------------------------------------------------------------------------------- self-test
+
+
+def _error(config: Config, gather_left: bool, gather_right: bool, device: torch.device) -> float:
+    p = problem(gather_left or gather_right, device)
+    left, right = (p.x, p.a_RN) if gather_left else (p.h_RH, p.x)
+    tokens = (p.token_R if gather_left else None, p.token_R if gather_right else None)
+    got = weight_gradient_hopper(left, right, *tokens, p.offsets_E1, config)
+    want = weight_gradient_ref(left.float(), right.float(), *tokens, p.offsets_E1)
+    return relative_error((got,), (want,))

@@ -23,7 +23,7 @@ from torch import Tensor
 from moe.kernels.common.backend import INTERPRET, next_power_of_2, tl, triton
 from moe.kernels.common.launch import launch
 from moe.kernels.common.networks import stack
-from moe.kernels.routing.routing_metadata import clear_tail, popcount
+from moe.kernels.common.sort import clear_tail, popcount
 
 
 @triton.jit(do_not_specialize=["tiles"])

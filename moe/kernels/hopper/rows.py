@@ -13,9 +13,10 @@ from torch import Tensor
 
 from moe.kernels.common.backend import cdiv
 from moe.kernels.common.launch import launch
-from moe.kernels.common.tiles import RowTiles
-from moe.kernels.common.tuning import size_class
-from moe.kernels.hopper.configs import Config, addressable, pick_config, programs
+from moe.kernels.common.reference import down_forward_ref, input_gradient_ref, up_forward_ref
+from moe.kernels.common.row_tiles import RowTiles
+from moe.kernels.common.tuning import Config, size_class
+from moe.kernels.hopper.configs import addressable, pick_right, programs
 from moe.kernels.hopper.descriptors import plain, ragged
 from moe.kernels.hopper.device import (
     FAR,
@@ -39,6 +40,7 @@ from moe.kernels.hopper.device import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from moe.kernels.hopper.selftest import problem, relative_error
 
 # ----------------------------------------------------------------------------------------- producer
 
@@ -178,15 +180,14 @@ def _store_part(
 
 @gluon.jit
 def _consume(
-    out_desc, act_desc, scale_ptr, start_ptr, end_ptr, row_tiles, col_tiles, steps,
+    out_desc, act_desc, start_ptr, end_ptr, row_tiles, col_tiles, steps,
     a_bufs, w_bufs, full, empty, out_bufs, act_bufs,
     TRANSPOSED: gl.constexpr, ACT: gl.constexpr, STORE_OUT: gl.constexpr,
-    SCALE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, PARTS: gl.constexpr, DOUBLE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = mma_layout(BN, gl.num_warps())
     COLS: gl.constexpr = BN // PARTS
-    acc = gl.zeros([BM, BN], gl.float32, layout)
+    acc = gl.zeros([BM, BN], gl.float32, mma_layout(BN, gl.num_warps()))
     held = pack_columns(acc, PARTS)
     held_bound = 0 + FAR  # nothing is held yet: every row is out of bounds
     held_end = 0
@@ -197,9 +198,6 @@ def _consume(
         row_tile, col_tile = tile_at(t, row_tiles, col_tiles, GROUP)
         start = gl.load(start_ptr + row_tile)
         end = gl.load(end_ptr + row_tile)
-        if SCALE:
-            rows = start + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
-            scale = gl.load(scale_ptr + gl.minimum(rows, end - 1))
         before = stage
         also = stage
         for i in gl.static_range(PARTS):
@@ -227,10 +225,7 @@ def _consume(
             stage, phase = next_stage(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
-        if SCALE:
-            held = pack_columns(acc * scale[:, None], PARTS)
-        else:
-            held = pack_columns(acc, PARTS)
+        held = pack_columns(acc, PARTS)
         held_bound = FAR - (end - start)
         held_end = end
         held_col = col_tile * BN
@@ -247,12 +242,12 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["vectors", "row_vectors", "steps", "col_tiles"])
 def _rows_kernel(
-    a_desc, a_ptr, token_ptr, w_desc, out_desc, act_desc, scale_ptr,
+    a_desc, a_ptr, token_ptr, w_desc, out_desc, act_desc,
     expert_ptr, start_ptr, end_ptr, count_ptr, vectors, row_vectors, steps, col_tiles,
     GATHER: gl.constexpr, EVEN: gl.constexpr, TRANSPOSED: gl.constexpr, ACT: gl.constexpr,
-    STORE_OUT: gl.constexpr, SCALE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, DOUBLE: gl.constexpr,
-    GROUP: gl.constexpr, PRODUCER_WARPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    STORE_OUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, DOUBLE: gl.constexpr, GROUP: gl.constexpr,
+    PRODUCER_WARPS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     COLS: gl.constexpr = BN // PARTS
     W_BLOCK: gl.constexpr = [1, BN, BK] if TRANSPOSED else [1, BK, BN]
@@ -271,9 +266,9 @@ def _rows_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                out_desc, act_desc, scale_ptr, start_ptr, end_ptr, row_tiles, col_tiles, steps,
+                out_desc, act_desc, start_ptr, end_ptr, row_tiles, col_tiles, steps,
                 a_bufs, w_bufs, full, empty, out_bufs, act_bufs,
-                TRANSPOSED, ACT, STORE_OUT, SCALE, BM, BN, BK, STAGES, PARTS, DOUBLE, GROUP,
+                TRANSPOSED, ACT, STORE_OUT, BM, BN, BK, STAGES, PARTS, DOUBLE, GROUP,
             )),
             (produce_rows, (
                 a_desc, a_ptr, token_ptr, w_desc, expert_ptr, start_ptr, end_ptr, row_tiles,
@@ -289,21 +284,26 @@ def _rows_kernel(
 # ---------------------------------------------------------------------------------------- launchers
 
 
+def _doubles(parts: int, steps: int) -> int:
+    """How many of the parts are stored under two products, of `steps`; few values, since each is
+    compiled."""
+    return next((n for n in (parts - 1, parts // 2) if n <= steps - parts), 0)
+
+
 def _launch(
     a_RI: Tensor,
     token_R: Tensor | None,
     w: Tensor,
     out_RO: Tensor | None,
     act_RN: Tensor | None,
-    scale_R: Tensor | None,
     tiles: RowTiles,
     c: Config,
     transposed: bool,
 ) -> None:
     O, I = w.shape[1:] if transposed else (w.shape[2], w.shape[1])
     gather = token_R is not None
-    cols = c.bn // c.parts
-    steps = max(cdiv(I, c.bk), c.parts)
+    cols = c.bn // c.split
+    steps = max(cdiv(I, c.bk), c.split)
     col_tiles = cdiv(O, c.bn)
     w_desc = plain(w, [1, c.bn, c.bk] if transposed else [1, c.bk, c.bn])
     act_desc = None if act_RN is None else ragged(act_RN, [c.bm, cols // 2])
@@ -312,12 +312,12 @@ def _launch(
     launch(
         _rows_kernel, (grid,),
         None if gather else plain(a_RI, [c.bm, c.bk]), a_RI if gather else None, token_R,
-        w_desc, out_desc, act_desc, scale_R,
+        w_desc, out_desc, act_desc,
         tiles.expert_B, tiles.start_B, tiles.end_B, tiles.count,
         I // 8, a_RI.stride(0) // 8, steps, col_tiles,
         GATHER=gather, EVEN=not gather or steps * c.bk == I, TRANSPOSED=transposed,
-        ACT=act_RN is not None, STORE_OUT=out_RO is not None, SCALE=scale_R is not None,
-        BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages, PARTS=c.parts, DOUBLE=c.doubles(steps),
+        ACT=act_RN is not None, STORE_OUT=out_RO is not None,
+        BM=c.bm, BN=c.bn, BK=c.bk, STAGES=c.stages, PARTS=c.split, DOUBLE=_doubles(c.split, steps),
         GROUP=c.group,
         PRODUCER_WARPS=4 if gather else 1, PRODUCER_REGISTERS=40 if gather else 24, num_warps=8,
     )  # fmt: skip
@@ -338,20 +338,20 @@ def up_forward_hopper(
     a_RN = x_TD.new_empty(R, H // 2)
     if R == 0:
         return h_RH, a_RN
-    c = config or pick_config(
+    gather = token_R is not None
+    c = config or pick_right(
         "up", (size_class(R), D, H),
-        lambda c: up_forward_hopper(x_TD, w1_EHD, token_R, save_h, tiles, c), x_TD.device,
-        gather=token_R is not None,
+        lambda c: up_forward_hopper(x_TD, w1_EHD, token_R, save_h, tiles, c),
+        lambda c: _up_error(c, gather, x_TD.device), x_TD.device, gather=gather,
     )  # fmt: skip
     x_TD, w1_EHD = addressable(x_TD), addressable(w1_EHD)
-    _launch(x_TD, token_R, w1_EHD, h_RH if save_h else None, a_RN, None, tiles, c, True)
+    _launch(x_TD, token_R, w1_EHD, h_RH if save_h else None, a_RN, tiles, c, True)
     return h_RH, a_RN
 
 
 def rows_hopper(
     a_RI: Tensor,
     w: Tensor,
-    scale_R: Tensor | None,
     tiles: RowTiles,
     *,
     transposed: bool,
@@ -363,11 +363,35 @@ def rows_hopper(
     out_RO = a_RI.new_empty(R, O)
     if R == 0:
         return out_RO
-    c = config or pick_config(
+    c = config or pick_right(
         "rows", (size_class(R), I, O, transposed),
-        lambda c: rows_hopper(a_RI, w, scale_R, tiles, transposed=transposed, config=c),
-        a_RI.device, gather=False,
+        lambda c: rows_hopper(a_RI, w, tiles, transposed=transposed, config=c),
+        lambda c: _rows_error(c, a_RI.device), a_RI.device, gather=False,
     )  # fmt: skip
-    scale_R = None if scale_R is None else scale_R.to(torch.float32).contiguous()
-    _launch(addressable(a_RI), None, addressable(w), out_RO, None, scale_R, tiles, c, transposed)
+    _launch(addressable(a_RI), None, addressable(w), out_RO, None, tiles, c, transposed)
     return out_RO
+
+
+# ---------------------------------------------------------------------------------------- self-test
+
+
+def _up_error(config: Config, gather: bool, device: torch.device) -> float:
+    p = problem(gather, device)
+    got = up_forward_hopper(p.x, p.w1_EHD, p.token_R, True, p.tiles, config)
+    want = up_forward_ref(
+        p.x.float(), p.w1_EHD.float(), None, p.token_R, p.offsets_E1, "swiglu"
+    )  # fmt: skip
+    return relative_error(got, want)
+
+
+def _rows_error(config: Config, device: torch.device) -> float:
+    p = problem(False, device)
+    got = (
+        rows_hopper(p.a_RN, p.w2_EDN, p.tiles, transposed=True, config=config),
+        rows_hopper(p.h_RH, p.w1_EHD, p.tiles, transposed=False, config=config),
+    )
+    want = (
+        down_forward_ref(p.a_RN.float(), p.w2_EDN.float(), None, p.offsets_E1),
+        input_gradient_ref(p.h_RH.float(), p.w1_EHD.float(), p.offsets_E1),
+    )
+    return relative_error(got, want)

@@ -19,6 +19,7 @@ from torch import Tensor
 from moe.kernels.common.backend import INTERPRET, cdiv, next_power_of_2, pick_backend, tl, triton
 from moe.kernels.common.launch import launch, on_device
 from moe.kernels.common.ops import define_op, is_eager
+from moe.kernels.common.sort import clear_tail, popcount
 
 
 class RoutingMetadata(NamedTuple):
@@ -29,16 +30,6 @@ class RoutingMetadata(NamedTuple):
     row_S: Tensor  # slot -> row, -1 for a slot without expert
     slot_R: Tensor  # row -> slot
     token_R: Tensor  # row -> token
-
-
-class TileSchedule(NamedTuple):
-    """Row tiles of a grouped product, all int32 [B]; unused tiles have expert -1 and an empty
-    range."""
-
-    expert_B: Tensor
-    start_B: Tensor  # first row
-    end_B: Tensor  # one past the last row of the tile
-    count: Tensor  # int32 scalar: tiles in use
 
 
 # ---------------------------------------------------------------------------------------- reference
@@ -78,35 +69,6 @@ def routing_metadata_ref(
     return RoutingMetadata(offsets_E1.to(i32), row_S.to(i32), slot_R.to(i32), token_R.to(i32))
 
 
-def max_tiles(num_experts: int, tile_rows: int, max_rows: int) -> int:
-    """Most row tiles that `max_rows` rows over `num_experts` experts can need: sum of ceil(f_e /
-    tile_rows)."""
-    busy = min(num_experts, max_rows)
-    return busy + (max_rows - busy) // tile_rows
-
-
-def tile_schedule_ref(offsets_E1: Tensor, tile_rows: int, max_rows: int) -> TileSchedule:
-    """Plain torch version of `tile_schedule`, any device."""
-    E = offsets_E1.numel() - 1
-    B = max_tiles(E, tile_rows, max_rows)
-    offsets = offsets_E1.long()
-    tiles_E = (offsets[1:] - offsets[:-1] + tile_rows - 1) // tile_rows
-    last_E = tiles_E.cumsum(0)  # one past the last tile of each expert
-    tile_B = torch.arange(B, device=offsets_E1.device)
-    count = last_E[-1]
-    used_B = tile_B < count
-    expert_B = torch.searchsorted(last_E, tile_B, right=True).clamp(max=E - 1)
-    start_B = offsets[expert_B] + (tile_B - (last_E - tiles_E)[expert_B]) * tile_rows
-    end_B = torch.minimum(start_B + tile_rows, offsets[expert_B + 1])
-    i32 = torch.int32
-    return TileSchedule(
-        torch.where(used_B, expert_B, -1).to(i32),
-        torch.where(used_B, start_B, 0).to(i32),
-        torch.where(used_B, end_B, 0).to(i32),
-        count.to(i32),
-    )
-
-
 def slots_of_rows_ref(
     row_S: Tensor, offsets_E1: Tensor, slots_per_token: int
 ) -> tuple[Tensor, Tensor]:
@@ -124,20 +86,6 @@ def slots_of_rows_ref(
 # expert ids a word holds that bit of 32 slots, so that "slots of this word with expert e" is an AND
 # over bit words, its population the count of e and its lower bits the stable rank. The cost per
 # slot grows with log2(E) * E / 32 instead of E.
-
-
-@triton.jit
-def popcount(x, ASM: tl.constexpr):
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "popc.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        x = x - ((x >> 1) & 0x55555555)
-        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-        x = (x + (x >> 4)) & 0x0F0F0F0F
-        x = x + (x >> 8)
-        return (x + (x >> 16)) & 0x3F
 
 
 @triton.jit
@@ -257,16 +205,6 @@ def _place_by_memory(
         tl.store(following + e, row + 1, mask=ok & (later == 0))
         _store_rows(token, row_S, slot_R, token_R, slot, row, ok, end, PER_TOKEN, HAS_TOKEN)
         tl.debug_barrier()  # the next step reads what was stored
-
-
-@triton.jit
-def clear_tail(slot_R, token_R, first, R, part, parts, BLOCK: tl.constexpr):
-    """Zero the rows from `first` on; part `part` of `parts`."""
-    for at in range(first + part * BLOCK, R, parts * BLOCK):
-        r = at + tl.arange(0, BLOCK)
-        zero = tl.zeros((BLOCK,), dtype=tl.int32)
-        tl.store(slot_R + r, zero, mask=r < R)
-        tl.store(token_R + r, zero, mask=r < R)
 
 
 @triton.jit
@@ -399,33 +337,6 @@ def _slots_kernel(
     zero = tl.zeros((BLOCK,), dtype=tl.int32)
     tl.store(slot_R + slot, zero, mask=unused)
     tl.store(token_R + slot, zero, mask=unused)
-
-
-@triton.jit(do_not_specialize=["B", "tile_rows"])
-def _tiles_kernel(
-    offsets, expert_B, start_B, end_B, count, B, tile_rows,
-    E: tl.constexpr, EP: tl.constexpr, BB: tl.constexpr,
-):  # fmt: skip
-    column = tl.arange(0, EP)
-    first = tl.load(offsets + column, mask=column < E, other=0)
-    last = tl.load(offsets + column + 1, mask=column < E, other=0)
-    tiles = (last - first + tile_rows - 1) // tile_rows
-    after = tl.cumsum(tiles, axis=0).to(tl.int32)
-    total = tl.sum(tiles, axis=0).to(tl.int32)
-    tile = tl.program_id(0) * BB + tl.arange(0, BB)
-    # the expert of a tile is the number of experts whose tiles all come before it
-    e = tl.sum((after[None, :] <= tile[:, None]).to(tl.int32), axis=1).to(tl.int32)
-    used = tile < total
-    mine = column[None, :] == e[:, None]
-    skipped = tl.sum(tl.where(mine, (after - tiles)[None, :], 0), axis=1).to(tl.int32)
-    low = tl.sum(tl.where(mine, first[None, :], 0), axis=1).to(tl.int32)
-    high = tl.sum(tl.where(mine, last[None, :], 0), axis=1).to(tl.int32)
-    start = low + (tile - skipped) * tile_rows
-    tl.store(expert_B + tile, tl.where(used, e, -1), mask=tile < B)
-    tl.store(start_B + tile, tl.where(used, start, 0), mask=tile < B)
-    tl.store(end_B + tile, tl.where(used, tl.minimum(start + tile_rows, high), 0), mask=tile < B)
-    if tl.program_id(0) == 0:
-        tl.store(count, total)
 
 
 # --------------------------------------------------------------------------------------- launchers
@@ -572,31 +483,6 @@ def _slots_of_rows_triton(
     return slot_R, token_R
 
 
-def _tile_schedule_triton(
-    offsets_E1: Tensor, tile_rows: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    E = offsets_E1.numel() - 1
-    B = max_tiles(E, tile_rows, max_rows)
-    ints = {"dtype": torch.int32, "device": offsets_E1.device}
-    out = (*(torch.empty(B, **ints) for _ in range(3)), torch.empty((), **ints))
-    ep = next_power_of_2(E)
-    bb = max(1, min(256, 8192 // ep))
-    with on_device(offsets_E1):
-        launch(
-            _tiles_kernel,
-            (max(1, cdiv(B, bb)),),
-            offsets_E1.contiguous(),
-            *out,
-            B,
-            tile_rows,
-            E=E,
-            EP=ep,
-            BB=bb,
-            num_warps=4,
-        )
-    return out
-
-
 # ---------------------------------------------------------------------------------------------- ops
 
 _metadata_op = define_op(
@@ -613,16 +499,6 @@ _slots_op = define_op(
     _slots_of_rows_triton,
     lambda row_S, *rest: (torch.empty_like(row_S), torch.empty_like(row_S)),
 )
-_tiles_op = define_op(
-    "tile_schedule(Tensor offsets_E1, int tile_rows, int max_rows) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _tile_schedule_triton,
-    lambda offsets_E1, tile_rows, max_rows: tuple(
-        offsets_E1.new_empty(shape, dtype=torch.int32)
-        for shape in (*[(max_tiles(offsets_E1.numel() - 1, tile_rows, max_rows),)] * 3, ())
-    ),
-)
-
 # ------------------------------------------------------------------------------------------- public
 
 
@@ -687,24 +563,3 @@ def slots_of_rows(
     if pick_backend(backend, row_S) == "reference":
         return slots_of_rows_ref(row_S, offsets_E1, slots_per_token)
     return tuple(_slots_op(row_S, offsets_E1, slots_per_token))
-
-
-def tile_schedule(
-    offsets_E1: Tensor, tile_rows: int, max_rows: int, *, backend: str = "auto"
-) -> TileSchedule:
-    """Cut each expert's rows into tiles of at most `tile_rows` rows, in expert order.
-
-    Args:
-        offsets_E1: [E+1] int32 first row of each expert.
-        tile_rows: rows of a tile.
-        max_rows: static upper bound on offsets_E1[E]; the arrays have `max_tiles(E, tile_rows,
-            max_rows)` entries.
-    """
-    if tile_rows < 1:
-        raise ValueError(f"tile_rows={tile_rows} must be at least 1")
-    if max_rows < 0:
-        raise ValueError(f"max_rows={max_rows} must not be negative")
-    if pick_backend(backend, offsets_E1) == "reference":
-        return tile_schedule_ref(offsets_E1, tile_rows, max_rows)
-    run = _tile_schedule_triton if is_eager(offsets_E1) else _tiles_op
-    return TileSchedule(*run(offsets_E1, tile_rows, max_rows))

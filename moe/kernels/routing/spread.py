@@ -11,18 +11,15 @@ Shape letters: K rows of X, N columns, M rows of the result, Z entries.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from moe.kernels.common import tuning as _tuning
 from moe.kernels.common.backend import cdiv, tl, triton
 from moe.kernels.common.launch import on_device
 from moe.kernels.common.ops import define_op
 from moe.kernels.common.reference import arithmetic_dtype
 from moe.kernels.common.tiles import with_unit_stride
-from moe.kernels.common.tuning import size_class
+from moe.kernels.common.tuning import Config, pick, size_class
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -99,20 +96,12 @@ def _spread_kernel(
 _CLEAR = 16
 
 
-class Config(NamedTuple):
-    """One way to run the kernel."""
-
-    bn: int
-    """Columns of a program."""
-    warps: int
-
-
 def configs(dtype: torch.dtype, N: int) -> list[Config]:
     """Configurations worth trying, the default first."""
     line = 32 * 16 // dtype.itemsize  # columns that a warp reads with 16 bytes a lane
     widest = size_class(max(N, 16))
     listed = [(4 * line, 4), (4 * line, 2), (8 * line, 4), (2 * line, 2)]
-    fitting = (Config(min(bn, widest), max(1, min(w, widest // line))) for bn, w in listed)
+    fitting = (Config(1, min(bn, widest), 1, max(1, min(w, widest // line))) for bn, w in listed)
     return list(dict.fromkeys(fitting))
 
 
@@ -131,13 +120,13 @@ def spread_triton(
     out_MN = x_KN.new_empty(M, N)
     if M == 0 or N == 0 or K == 0:
         return out_MN.zero_()
-    c = config or _tuning.best(
+    c = config or pick(
         "spread", (size_class(K), size_class(M), N, str(x_KN.dtype), values_Z is not None),
         configs(x_KN.dtype, N),
         lambda c: spread_triton(
             indptr_K1, rows_Z, order_Z, values_Z, x_KN, columns_M, length, c
         ),
-        device=x_KN.device,
+        x_KN.device,
     )  # fmt: skip
     x_KN = with_unit_stride(x_KN)
     with on_device(x_KN):

@@ -37,10 +37,7 @@ from moe.kernels.common.backend import (
     tl,
     triton,
 )
-from moe.kernels.common.launch import launch, on_device
-from moe.kernels.common.ops import define_op, is_eager
-from moe.kernels.routing.routing_metadata import clear_tail, popcount, routing_metadata
-from moe.kernels.routing.topk_gating import (
+from moe.kernels.common.gating import (
     EMPTY_KEY,
     NEG_INF,
     NORM_CODE,
@@ -52,6 +49,10 @@ from moe.kernels.routing.topk_gating import (
     score_slope,
     unordered,
 )
+from moe.kernels.common.launch import launch, on_device
+from moe.kernels.common.ops import define_op, is_eager
+from moe.kernels.common.sort import clear_tail, popcount
+from moe.kernels.routing.routing_metadata import routing_metadata
 
 VARIANTS = (
     "nearest",

@@ -15,17 +15,14 @@ stack; N columns of the dense side.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from moe.kernels.common import tuning as _tuning
 from moe.kernels.common.backend import cdiv, tl, triton
 from moe.kernels.common.launch import on_device
 from moe.kernels.common.ops import define_op
 from moe.kernels.common.reference import arithmetic_dtype
-from moe.kernels.common.tuning import size_class
+from moe.kernels.common.tuning import Config, pick, size_class
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -197,16 +194,6 @@ def _sdd_kernel(
 # ---------------------------------------------------------------------------------------- launchers
 
 
-class Config(NamedTuple):
-    """One way to run a kernel; tiles larger than a block are cut down to it."""
-
-    bm: int
-    bn: int
-    bk: int
-    warps: int
-    stages: int
-
-
 _HALF = [
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 4, 3),
@@ -270,14 +257,14 @@ def dsd_triton(
             torch.mul(add_GRN, beta, out=out_GRN)
         return
     M0, K0 = (W, H) if transposed else (H, W)
-    c = config or _tuning.best(
+    c = config or pick(
         "dsd", (size_class(rows), size_class(Z), N, H, W, transposed, str(x_GRN.dtype)),
         configs(x_GRN.dtype, M0, None, K0),
         lambda c: dsd_triton(
             indptr, indices_Z, order_Z, blocks_ZHW, transposed, x_GRN, out_GRN, add_GRN,
             alpha, beta, c,
         ),
-        device=x_GRN.device,
+        x_GRN.device,
     )  # fmt: skip
     blocks_ZHW = blocks_ZHW.contiguous()
     bn = min(c.bn, max(16, size_class(N)))
@@ -310,11 +297,11 @@ def sdd_triton(
     if Z == 0 or a_RI.numel() == 0 or b_GIC.numel() == 0 or alpha == 0:
         return out_ZHW.zero_()
     rows = indptr.shape[0] - 1
-    c = config or _tuning.best(
+    c = config or pick(
         "sdd", (size_class(rows), size_class(Z), I, height, width, str(a_RI.dtype)),
         configs(a_RI.dtype, height, width, None),
         lambda c: sdd_triton(indptr, indices_Z, a_RI, b_GIC, height, width, alpha, c),
-        device=a_RI.device,
+        a_RI.device,
     )  # fmt: skip
     tiles = Z * (height // c.bm) * (width // c.bn)
     with on_device(a_RI):

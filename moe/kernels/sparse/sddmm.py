@@ -11,14 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.kernels.common import tuning as _tuning
 from moe.kernels.common.backend import cdiv, tl, triton
 from moe.kernels.common.launch import on_device
 from moe.kernels.common.ops import define_op
 from moe.kernels.common.reference import arithmetic_dtype
 from moe.kernels.common.tiles import with_unit_stride
-from moe.kernels.common.tuning import size_class
-from moe.kernels.sparse.spmm import Config
+from moe.kernels.common.tuning import Config, pick, size_class
 
 _TERMS = 1 << 24  # numbers that the reference holds at once
 
@@ -84,7 +82,7 @@ def configs(dtype: torch.dtype, N: int) -> list[Config]:
     line = 32 * 16 // dtype.itemsize
     widest = size_class(max(N, 16))
     listed = [(line, 4, 1), (2 * line, 4, 2), (2 * line, 8, 2)]
-    fitting = (Config(min(bn, widest), u, max(1, min(w, widest // line))) for bn, u, w in listed)
+    fitting = (Config(1, min(bn, widest), u, max(1, min(w, widest // line))) for bn, u, w in listed)
     return list(dict.fromkeys(fitting))
 
 
@@ -103,15 +101,15 @@ def sddmm_triton(
     out_Z = torch.empty(Z, dtype=dtype, device=a_MN.device)
     if Z == 0 or M == 0 or N == 0 or b_KN.shape[0] == 0 or alpha == 0:
         return out_Z.zero_()
-    c = config or _tuning.best(
+    c = config or pick(
         "sddmm", (size_class(-(-Z // M)), N, str(a_MN.dtype)), configs(a_MN.dtype, N),
-        lambda c: sddmm_triton(rows_Z, indices_Z, a_MN, b_KN, alpha, dtype, c), device=a_MN.device,
+        lambda c: sddmm_triton(rows_Z, indices_Z, a_MN, b_KN, alpha, dtype, c), a_MN.device,
     )  # fmt: skip
     a_MN, b_KN = with_unit_stride(a_MN), with_unit_stride(b_KN)
     with on_device(a_MN):
-        _sddmm_kernel[(cdiv(Z, c.unroll),)](
+        _sddmm_kernel[(cdiv(Z, c.bk),)](
             rows_Z, indices_Z, a_MN, b_KN, out_Z, M, N, Z, a_MN.stride(0), b_KN.stride(0), alpha,
-            EVEN=N % c.bn == 0, BN=c.bn, U=c.unroll, num_warps=c.warps,
+            EVEN=N % c.bn == 0, BN=c.bn, U=c.bk, num_warps=c.warps,
         )  # fmt: skip
     return out_Z
 

@@ -21,13 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels.common import tuning as _tuning
 from moe.kernels.common.backend import cdiv, tl, triton
 from moe.kernels.common.launch import on_device
 from moe.kernels.common.ops import define_op
 from moe.kernels.common.reference import arithmetic_dtype
 from moe.kernels.common.tiles import with_unit_stride
-from moe.kernels.common.tuning import size_class
+from moe.kernels.common.tuning import Config, pick, size_class
 
 # --------------------------------------------------------------------------------------- reference
 
@@ -231,16 +230,6 @@ def _parts_kernel(
 # ----------------------------------------------------------------------------------------- launcher
 
 
-class Config(NamedTuple):
-    """One way to run the kernel."""
-
-    bn: int
-    """Columns of a program."""
-    unroll: int
-    """Entries in flight."""
-    warps: int
-
-
 def configs(dtype: torch.dtype, mean: int, N: int) -> list[Config]:
     """Configurations worth trying for rows of `mean` entries, the default first."""
     line = 32 * 16 // dtype.itemsize  # columns that a warp reads with 16 bytes a lane
@@ -250,7 +239,7 @@ def configs(dtype: torch.dtype, mean: int, N: int) -> list[Config]:
         listed = [(4 * line, u, 4), (4 * line, u, 2), (8 * line, u, 4)]
     else:
         listed = [(line, 4, 1), (2 * line, 8, 1), (4 * line, 8, 4)]
-    fitting = (Config(min(bn, widest), u, max(1, min(w, widest // line))) for bn, u, w in listed)
+    fitting = (Config(1, min(bn, widest), u, max(1, min(w, widest // line))) for bn, u, w in listed)
     return list(dict.fromkeys(fitting))
 
 
@@ -274,13 +263,13 @@ def spmm_triton(
     if M == 0 or N == 0 or Z == 0 or x_KN.shape[0] == 0 or alpha == 0:
         return out_MN.zero_() if add_MN is None else torch.mul(add_MN, beta, out=out_MN)
     mean = -(-Z // M)
-    c = config or _tuning.best(
+    c = config or pick(
         "spmm", (size_class(mean), N, str(x_KN.dtype), split is not None, order_Z is not None),
         configs(x_KN.dtype, mean, N),
         lambda c: spmm_triton(
             indptr_M1, indices_Z, order_Z, values_Z, x_KN, add_MN, alpha, beta, row_length, split, c
         ),
-        device=x_KN.device,
+        x_KN.device,
     )  # fmt: skip
     x_KN = with_unit_stride(x_KN)
     add_MN = None if add_MN is None else with_unit_stride(add_MN)
@@ -296,7 +285,7 @@ def spmm_triton(
             alpha, beta, 0 if split is None else split.chunk,
             K=row_length, SPLIT=split is not None, VALUES=values_Z is not None,
             ORDER=order_Z is not None, ADD=add_MN is not None, EVEN=N % c.bn == 0,
-            BN=c.bn, U=c.unroll, num_warps=c.warps,
+            BN=c.bn, U=c.bk, num_warps=c.warps,
         )  # fmt: skip
         if split is not None and split.row_J.shape[0]:
             BN = min(256, size_class(max(N, 16)))

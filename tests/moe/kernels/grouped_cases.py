@@ -187,7 +187,7 @@ def run_experts(values: dict, routing: Routing, dout, **options) -> dict:
     """The output and every gradient by name."""
     out = experts(
         values["x"], values["w1"], values["w2"], with_gates(routing, values["gates"]),
-        b1_EH=values.get("b1"), b2_ED=values.get("b2"), **options,
+        biases=(values.get("b1"), values.get("b2")), **options,
     )  # fmt: skip
     grads = torch.autograd.grad(out, list(values.values()), dout.to(out.dtype))
     return {"out": out.detach(), **dict(zip(values, grads))}

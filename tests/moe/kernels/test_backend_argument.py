@@ -11,11 +11,13 @@ import torch
 from models.cross_entropy import cross_entropy
 from moe import kernels
 from moe.kernels.common.ops import define_op
-from moe.kernels.grouped.down_backward import down_backward
-from moe.kernels.grouped.down_forward import down_forward
-from moe.kernels.grouped.input_gradient import input_gradient
-from moe.kernels.grouped.up_forward import up_forward
-from moe.kernels.grouped.weight_gradient import weight_gradient
+from moe.kernels.products import (
+    down_backward,
+    down_forward,
+    input_gradient,
+    up_forward,
+    weight_gradient,
+)
 
 E, R, D, N = 2, 3, 16, 8
 OFFSETS = torch.tensor([0, 1, 3], dtype=torch.int32)

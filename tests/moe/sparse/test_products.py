@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
+from moe.kernels.common.tuning import Config
 from moe.kernels.sparse import block_products
 from moe.kernels.sparse import sddmm as sddmm_kernel
 from moe.kernels.sparse import spmm as spmm_kernel
-from moe.kernels.sparse.spmm import Config, chunk_size, split_rows
+from moe.kernels.sparse.spmm import chunk_size, split_rows
 from moe.sparse import BCSR, COO, CSR, Pattern, gather, matmul, sdd, sddmm, spmm
 from tests.moe.kernels.grouped_cases import BOUND, check, nan_memory, random
 from tests.moe.sparse.cases import (

@@ -183,4 +183,4 @@ def test_mistakes_are_refused():
     routing = topk_routing(5, 3, 2)
     w1, w2, b1, b2 = weights(3, 8, 16)
     with pytest.raises(ValueError, match="without biases and main_grads"):
-        experts(torch.ones(5, 8), w1, w2, routing, b1_EH=b1, b2_ED=b2, backend="spmm")
+        experts(torch.ones(5, 8), w1, w2, routing, biases=(b1, b2), backend="spmm")

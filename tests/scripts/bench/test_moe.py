@@ -152,8 +152,8 @@ def test_exact_tiles_are_those_of_the_products():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels on a CPU")
 def test_tuning_measures_every_product_with_its_error(tmp_path, monkeypatch):
-    trials = bench_moe._tiles.trials
-    monkeypatch.setattr(bench_moe._tiles, "trials", lambda kernel: list(trials(kernel))[:1])
+    listed = bench_moe.candidates
+    monkeypatch.setattr(bench_moe, "candidates", lambda kernel, dtype: listed(kernel, dtype)[:1])
     monkeypatch.setattr(bench_moe, "busy_clock", lambda run, ms: None)
     monkeypatch.setattr(bench_moe, "median_ms", lambda run, **_: (run(), 1.0)[1])
     for module in (bench_moe, peers):  # the interpreter has no bfloat16

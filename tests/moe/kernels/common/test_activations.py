@@ -14,7 +14,7 @@ from moe.kernels.common.activations import (
     activation_width,
 )
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET, tl, triton
-from moe.kernels.grouped.up_forward import up_forward
+from moe.kernels.products import up_forward
 from moe.layer import SharedExpert
 from tests.moe.kernels.grouped_cases import activate_by_hand
 

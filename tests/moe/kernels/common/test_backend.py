@@ -187,7 +187,8 @@ sys.modules["triton.language"] = None
 import torch
 from moe import MoE, MoEConfig
 from moe.kernels.common.backend import HAVE_TRITON, cdiv, next_power_of_2
-from moe.kernels.routing.topk_gating import topk_gating, _gating_kernel
+from moe.kernels.routing.topk_gating import topk_gating
+from moe.kernels.routing.gating_kernels import _gating_kernel
 assert not HAVE_TRITON
 assert cdiv(7, 2) == 4 and [next_power_of_2(n) for n in (1, 5, 8)] == [1, 8, 8]
 assert topk_gating(torch.tensor([[1.0, 2.0]]), 1).expert_TK.tolist() == [[1]]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common import tiles, tuning
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET, tl, triton
-from moe.kernels.common.tiles import Config
+from moe.kernels.common.row_tiles import RowTiles
+from moe.kernels.common.tuning import Config
+from moe.kernels.grouped import configs
+from moe.kernels.products import row_tiles, up_forward
 from tests.moe.kernels.grouped_cases import offsets_of
 
 needs_interpreter = pytest.mark.skipif(
@@ -18,7 +21,7 @@ KERNELS = ["up", "rows", "down_backward", "outer"]
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_configuration_can_run(kernel: str):
-    for c in _tiles.all_configs(kernel):
+    for c in configs.all_configs(kernel):
         for size in (c.bm, c.bn, c.bk, c.split, c.warps):
             assert size & (size - 1) == 0, f"{kernel} {c}: {size} is no power of two"
         assert c.bn // c.split >= 32, f"{kernel} {c}: too many parts"
@@ -30,78 +33,89 @@ def test_row_products_of_one_call_share_their_tiles():
     """The tile list is made once: for each size of tile every row product has configurations."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for rows in (1, 100, 10_000, 1_000_000):
-            bm = _tiles.tile_rows(dtype, rows, 16)
+            bm = configs.tile_rows(dtype, rows, 16)
             for kernel in ("up", "rows", "down_backward"):
-                assert {c.bm for c in _tiles.candidates(kernel, dtype, bm)} == {bm}
+                assert {c.bm for c in configs.candidates(kernel, dtype, bm)} == {bm}
 
 
 def test_few_rows_take_small_tiles():
-    assert _tiles.tile_rows(torch.bfloat16, 16 * 64, 16) == 128
-    assert _tiles.tile_rows(torch.bfloat16, 16 * 64 - 1, 16) == 64
-    assert _tiles.tile_rows(torch.float32, 10**6, 16) == 64
+    assert configs.tile_rows(torch.bfloat16, 16 * 64, 16) == 128
+    assert configs.tile_rows(torch.bfloat16, 16 * 64 - 1, 16) == 64
+    assert configs.tile_rows(torch.float32, 10**6, 16) == 64
 
 
 def test_forced_configurations():
-    small = Config(32, 64, 32)
-    with _tiles.forced(up=small):
-        assert _tiles.candidates("up", torch.float32, 64) == [small]
-        assert _tiles.tile_rows(torch.bfloat16, 10**6, 2) == 32
-        with _tiles.forced(outer=Config(16, 32, 16)):
-            assert _tiles.tile_rows(torch.bfloat16, 10**6, 2) == 32
-        with _tiles.forced(rows=Config(64, 64, 32)), pytest.raises(ValueError, match="disagree"):
-            _tiles.tile_rows(torch.bfloat16, 10**6, 2)
-    assert _tiles.candidates("up", torch.float32, 64) != [small]
+    small, cpu = Config(32, 64, 32), torch.device("cpu")
+
+    def picked():
+        return tuning.pick("up", ("x",), configs.candidates("up", torch.float32, 64), print, cpu)
+
+    with tuning.forced(up=small):
+        assert picked() == small
+        assert configs.tile_rows(torch.bfloat16, 10**6, 2) == 32
+        with tuning.forced(outer=Config(16, 32, 16)):
+            assert configs.tile_rows(torch.bfloat16, 10**6, 2) == 32
+        with tuning.forced(rows=Config(64, 64, 32)), pytest.raises(ValueError, match="disagree"):
+            configs.tile_rows(torch.bfloat16, 10**6, 2)
+    assert picked() != small
 
 
+@needs_interpreter
 def test_tiles_survive_a_custom_op():
-    tiles = _tiles.row_tiles(offsets_of([5, 0, 200]), 205, torch.float32)
-    assert _tiles.unpack(*_tiles.pack(tiles), offsets_of([1]), torch.empty(0)) == tiles
-    made = _tiles.unpack(*_tiles.pack(None), offsets_of([5, 0, 200]), torch.empty(205, 3))
-    assert made.rows == tiles.rows
-    assert all(torch.equal(a, b) for a, b in zip(made[:4], tiles[:4]))
+    """Made before, or in the operator: the same tiles, so the same H."""
+    offsets = offsets_of([5, 0, 200])
+    made = row_tiles(offsets, 205, torch.float32, "triton")
+    x, w1 = torch.randn(205, 8), torch.randn(3, 8, 8)
+    options = {"activation": "swiglu", "backend": "triton"}
+    h, _ = up_forward(x, w1, None, None, offsets, tiles=made, **options)
+    again, _ = up_forward(x, w1, None, None, offsets, **options)
+    assert torch.equal(h, again)
+    halved = RowTiles(*(t // 2 for t in made[:4]), made.rows)
+    other, _ = up_forward(x, w1, None, None, offsets, tiles=halved, **options)
+    assert not torch.equal(h, other), "given tiles are used"
 
 
 def test_what_tma_can_address():
     x = torch.empty(8, 16)
-    assert _tiles.aligned(x)
-    assert _tiles.aligned(x[::2])
-    assert _tiles.aligned(x[:, :5])
-    assert not _tiles.aligned(x[:, 1:5]), "base"
-    assert not _tiles.aligned(x.T), "last stride"
-    assert not _tiles.aligned(torch.empty(8, 15)), "row stride"
-    assert not _tiles.aligned(x[:1].expand(8, 16)), "stride 0"
-    assert not _tiles.aligned(torch.empty(8 * 16 + 1)[1:].view(8, 16)), "flat buffer"
-    assert _tiles.aligned(torch.empty(8, 24, dtype=torch.float16))
-    assert not _tiles.aligned(torch.empty(8, 20, dtype=torch.float16))
+    assert tiles.aligned(x)
+    assert tiles.aligned(x[::2])
+    assert tiles.aligned(x[:, :5])
+    assert not tiles.aligned(x[:, 1:5]), "base"
+    assert not tiles.aligned(x.T), "last stride"
+    assert not tiles.aligned(torch.empty(8, 15)), "row stride"
+    assert not tiles.aligned(x[:1].expand(8, 16)), "stride 0"
+    assert not tiles.aligned(torch.empty(8 * 16 + 1)[1:].view(8, 16)), "flat buffer"
+    assert tiles.aligned(torch.empty(8, 24, dtype=torch.float16))
+    assert not tiles.aligned(torch.empty(8, 20, dtype=torch.float16))
 
 
 @needs_interpreter
 def test_pointers_can_be_forced():
-    assert _tiles.tma_serves(torch.empty(8, 16))
-    with _tiles.forced(pointers=True):
-        assert not _tiles.tma_serves(torch.empty(8, 16))
-    assert _tiles.tma_serves(torch.empty(8, 16))
+    assert tiles.tma_serves(torch.empty(8, 16))
+    with tuning.forced(pointers=True):
+        assert not tiles.tma_serves(torch.empty(8, 16))
+    assert tiles.tma_serves(torch.empty(8, 16))
 
 
 def test_copies_only_where_needed():
     x = torch.empty(8, 16)
-    assert _tiles.with_unit_stride(x) is x
-    assert _tiles.with_unit_stride(x[::2]).data_ptr() == x.data_ptr()
-    assert _tiles.with_unit_stride(x.T).is_contiguous()
-    assert _tiles.with_unit_stride(torch.ones(()).expand(4, 8)).is_contiguous()
+    assert tiles.with_unit_stride(x) is x
+    assert tiles.with_unit_stride(x[::2]).data_ptr() == x.data_ptr()
+    assert tiles.with_unit_stride(x.T).is_contiguous()
+    assert tiles.with_unit_stride(torch.ones(()).expand(4, 8)).is_contiguous()
 
 
 def test_grid_is_bounded_by_the_tiles():
     cpu = torch.device("cpu")
-    assert _tiles.grid_size(cpu, Config(64, 64, 32, ctas=2), 100) == 2
-    assert _tiles.grid_size(cpu, Config(64, 64, 32, ctas=2), 1) == 1
-    assert _tiles.grid_size(cpu, Config(64, 64, 32), 0) == 1
+    assert tiles.grid_size(cpu, Config(64, 64, 32, ctas=2), 100) == 2
+    assert tiles.grid_size(cpu, Config(64, 64, 32, ctas=2), 1) == 1
+    assert tiles.grid_size(cpu, Config(64, 64, 32), 0) == 1
 
 
 @triton.jit
 def _order_kernel(out_ptr, row_tiles, col_tiles, GROUP: tl.constexpr):
     for t in tl.range(0, row_tiles * col_tiles):
-        row, col = _tiles.tile_of(t, row_tiles, col_tiles, GROUP)
+        row, col = tiles.tile_of(t, row_tiles, col_tiles, GROUP)
         tl.store(out_ptr + t, row * 1000 + col)
 
 
@@ -118,7 +132,7 @@ def test_every_tile_comes_once_and_columns_share_rows(row_tiles: int, col_tiles:
 
 @triton.jit
 def _look_up_kernel(t, count, row_tiles, expert_ptr, start_ptr, end_ptr, out_ptr):
-    e, start, end, col = _tiles.look_up(t, count, row_tiles, 2, expert_ptr, start_ptr, end_ptr, 8)
+    e, start, end, col = tiles.look_up(t, count, row_tiles, 2, expert_ptr, start_ptr, end_ptr, 8)
     tl.store(out_ptr, e)
     tl.store(out_ptr + 1, start)
     tl.store(out_ptr + 2, end)
@@ -133,20 +147,18 @@ def _look_up_kernel(t, count, row_tiles, expert_ptr, start_ptr, end_ptr, out_ptr
 def test_looking_ahead_stays_inside(counts: list[int], t: int, want: list[int]):
     """Past the last tile, and where there is none, the look-up reads no foreign memory."""
     offsets = offsets_of(counts)
-    with _tiles.forced(up=Config(8, 32, 16)):
-        tiles = _tiles.row_tiles(offsets, max(sum(counts), 4), torch.float32)
+    with tuning.forced(up=Config(8, 32, 16)):
+        made = row_tiles(offsets, max(sum(counts), 4), torch.float32)
     out = torch.zeros(4, dtype=torch.int32)
-    row_tiles = int(tiles.count)
-    _look_up_kernel[(1,)](
-        t, 2 * row_tiles, row_tiles, tiles.expert_B, tiles.start_B, tiles.end_B, out
-    )
+    count = int(made.count)
+    _look_up_kernel[(1,)](t, 2 * count, count, made.expert_B, made.start_B, made.end_B, out)
     assert out.tolist() == want
 
 
 @triton.jit
 def _ragged_kernel(in_desc, out_desc, start, end, BR: tl.constexpr, BC: tl.constexpr):
-    tile = _tiles.ragged_load(in_desc, start, end, 0, 8, BR, BC)
-    _tiles.ragged_store(out_desc, tile + 1, start, end, 8, BR, BC)
+    tile = tiles.ragged_load(in_desc, start, end, 0, 8, BR, BC)
+    tiles.ragged_store(out_desc, tile + 1, start, end, 8, BR, BC)
 
 
 @needs_interpreter
@@ -154,7 +166,7 @@ def test_ragged_descriptors_stop_at_the_end():
     x = torch.arange(10 * 24, dtype=torch.float32).view(10, 24)
     out = torch.full((10, 24), float("nan"))
     _ragged_kernel[(1,)](
-        _tiles.ragged_descriptor(x, [8, 8]), _tiles.ragged_descriptor(out, [8, 8]), 2, 5, BR=8, BC=8
+        tiles.ragged_descriptor(x, [8, 8]), tiles.ragged_descriptor(out, [8, 8]), 2, 5, BR=8, BC=8
     )
     assert torch.equal(out[2:5, 8:16], x[2:5, 8:16] + 1)
     out[2:5, 8:16] = float("nan")

@@ -39,18 +39,18 @@ def _compile(names: list[str], everything: bool) -> None:
     import torch
     import triton
 
-    from moe.kernels.common import tiles as _tiles
-    from moe.kernels.grouped import ragged
+    from moe.kernels.common import tiles
+    from moe.kernels.common.row_tiles import tile_schedule_ref
+    from moe.kernels.grouped import configs, ragged
     from moe.kernels.grouped.down_backward import down_backward_triton
     from moe.kernels.grouped.rows import rows_triton
     from moe.kernels.grouped.up_forward import up_forward_triton
     from moe.kernels.grouped.weight_gradient import weight_gradient_triton
-    from moe.kernels.routing.routing_metadata import tile_schedule_ref
 
     made: dict[str, object] = {}
     compile_only(made.__setitem__)
-    _tiles.capability = lambda device: (9, 0)
-    _tiles.num_sms = lambda device: 132
+    tiles.capability = lambda device: (9, 0)
+    tiles.num_sms = lambda device: 132
 
     T, D, N, E, R = 512, 1536, 256, 4, 1024
     x, w1, w2, h, a = (
@@ -61,14 +61,13 @@ def _compile(names: list[str], everything: bool) -> None:
     p1, p2 = (torch.empty(sum(sizes) * k, D, dtype=torch.bfloat16) for k in (2, 1))
     offsets = torch.arange(0, R + 1, R // E, dtype=torch.int32)
     index, gates = torch.zeros(R, dtype=torch.int32), torch.zeros(R)
-    flags = ("swiglu", True, True, True)
     launches = {
         "up": ("up", lambda t, c: up_forward_triton(
-            x, w1, None, index, offsets, "swiglu", True, t, c)),
-        "down": ("rows", lambda t, c: rows_triton(a, w2.mT, None, None, t, c)),
-        "dX": ("rows", lambda t, c: rows_triton(h, w1, None, None, t, c)),
+            x, w1, None, index, "swiglu", True, t, c)),
+        "down": ("rows", lambda t, c: rows_triton(a, w2.mT, None, t, c)),
+        "dX": ("rows", lambda t, c: rows_triton(h, w1, None, t, c)),
         "dH": ("down_backward", lambda t, c: down_backward_triton(
-            x, w2, None, h, gates, index, index, index, offsets, *flags, t, c)),
+            x, w2, None, h, gates, index, index, "swiglu", (True, True, True), t, c)),
         "dW1": ("outer", lambda t, c: weight_gradient_triton(
             h, x, None, index, offsets, None, c)),
         "dW2": ("outer", lambda t, c: weight_gradient_triton(
@@ -86,15 +85,10 @@ def _compile(names: list[str], everything: bool) -> None:
     }  # fmt: skip
     for name in names:
         kernel, launch = launches[name]
-        configs = _tiles.trials(kernel) if everything else _tiles.trials(kernel)[:1]
-        if name in RAGGED:
-            configs = list(dict.fromkeys(c._replace(flatten=False) for c in configs))
-        for config in configs:
-            tiles = None
-            if kernel != "outer":
-                tiles = _tiles.RowTiles(*tile_schedule_ref(offsets, config.bm, R), config.bm)
+        listed = configs.candidates(kernel, torch.bfloat16)
+        for config in listed if everything else listed[:1]:
             made.clear()
-            launch(tiles, config)
+            launch(tile_schedule_ref(offsets, config.bm, R), config)
             main = next(k for f, k in made.items() if f != "_gate_gradient_kernel")
             row = {"kernel": name, "config": str(config), "ctas": config.ctas} | report(main)
             print(json.dumps(row | {"triton": triton.__version__}), flush=True)

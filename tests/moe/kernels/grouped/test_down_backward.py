@@ -7,11 +7,12 @@ import itertools
 import pytest
 import torch
 
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common import tuning
 from moe.kernels.common.activations import ACTIVATIONS
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
-from moe.kernels.common.tiles import Config
-from moe.kernels.grouped.down_backward import down_backward
+from moe.kernels.common.tuning import Config
+from moe.kernels.grouped import configs
+from moe.kernels.products import down_backward
 from tests.moe.kernels.grouped_cases import (
     BOUND,
     activate_by_hand,
@@ -28,7 +29,6 @@ needs_interpreter = pytest.mark.skipif(
     not (HAVE_TRITON and INTERPRET), reason="needs Triton's interpreter"
 )
 SMALL = Config(32, 64, 32, group=2, split=2)
-FLAT = Config(32, 64, 32, group=2, split=2, flatten=True)
 
 
 def _by_hand(do_TD, w2_EDN, b2_ED, h_RH, gates_S, routing, activation):
@@ -63,7 +63,7 @@ def _compare(
     source, token_R = do, routing.token_R
     if not gather:
         source, token_R = do[token_R.long()].contiguous(), None
-    with _tiles.forced(pointers=pointers, down_backward=config), nan_memory():
+    with tuning.forced(pointers=pointers, down_backward=config), nan_memory():
         dh, a, dgates = down_backward(
             source, w2, b2, h, gates, token_R, routing.slot_R, routing.row_S, routing.offsets_E1,
             activation=activation, want_dh=want[0], want_a=want[1], want_dgate=want[2],
@@ -102,7 +102,7 @@ def test_reference_equals_autograd(activation: str, bias: bool):
 def test_kernel_at_odd_sizes(T: int, D: int, N: int):
     dtype = torch.float32 if T % 2 else torch.float16
     routing = topk_routing(T, 3, 2, holes=True)
-    _compare(routing, D, N, dtype=dtype, config=SMALL if T > 8 else FLAT)
+    _compare(routing, D, N, dtype=dtype)
 
 
 @needs_interpreter
@@ -116,9 +116,9 @@ def test_kernel_activations_and_bias(activation: str):
     "options",
     [
         {"gather": False, "bias": True},
-        {"gather": False, "config": FLAT},
+        {"gather": False},
         {"pointers": True, "bias": True},
-        {"pointers": True, "config": FLAT},
+        {"pointers": True},
         {"want": (True, False, False)},
         {"want": (False, True, False)},
         {"want": (False, False, True)},
@@ -137,9 +137,9 @@ def test_ragged_tokens_and_widths_that_tma_cannot():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("config", _tiles.all_configs("down_backward"), ids=str)
+@pytest.mark.parametrize("config", configs.all_configs("down_backward"), ids=str)
 def test_every_configuration(config: Config):
-    full = _tiles.candidates("down_backward", torch.float32, 64)
+    full = configs.candidates("down_backward", torch.float32, 64)
     dtype = torch.float32 if config in full else torch.float16
     _compare(topk_routing(70, 2, 1), 72, 140, config=config, dtype=dtype)
 
@@ -156,7 +156,7 @@ def test_gates_by_row(gates: bool):
     args = (do, w2, None, h, gate_R, None, None, None, offsets)
     want = {"activation": "swiglu", "want_dgate": gates}
     expected = down_backward(*args, **want)
-    with _tiles.forced(down_backward=SMALL), nan_memory():
+    with tuning.forced(down_backward=SMALL), nan_memory():
         got = down_backward(*args, **want, backend="triton")
     check("dh", got[0][:14], expected[0][:14], BOUND[torch.float32])
     check("a", got[1][:14], expected[1][:14], BOUND[torch.float32])
@@ -185,7 +185,7 @@ def test_repeats_have_the_same_bits():
     do, h = random(40, 24), random(80, 200)
     _, w2, *_ = weights(4, 24, 100)
     args = (do, w2, None, h, routing.gates_S, routing.token_R, routing.slot_R, routing.row_S)
-    with _tiles.forced(down_backward=SMALL):
+    with tuning.forced(down_backward=SMALL):
         runs = [
             down_backward(*args, routing.offsets_E1, activation="swiglu", backend="triton")[2]
             for _ in range(3)

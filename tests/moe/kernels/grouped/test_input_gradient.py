@@ -7,17 +7,17 @@ import itertools
 import pytest
 import torch
 
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common import tuning
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
-from moe.kernels.common.tiles import Config
-from moe.kernels.grouped.input_gradient import input_gradient
+from moe.kernels.common.tuning import Config
+from moe.kernels.grouped import configs
+from moe.kernels.products import input_gradient
 from tests.moe.kernels.grouped_cases import BOUND, check, nan_memory, offsets_of, random, weights
 
 needs_interpreter = pytest.mark.skipif(
     not (HAVE_TRITON and INTERPRET), reason="needs Triton's interpreter"
 )
 SMALL = Config(32, 64, 32, group=2, split=2)
-FLAT = Config(32, 64, 32, group=2, split=2, flatten=True)
 
 
 def _by_hand(dh_RH, w1_EHD, offsets):
@@ -38,7 +38,7 @@ def _compare(counts, D, N, *, config=SMALL, dtype=torch.float32, pointers=False)
     R = sum(counts)
     w1, *_ = weights(len(counts), D, N, dtype=dtype)
     dh = random(R, 2 * N, dtype=dtype)
-    with _tiles.forced(pointers=pointers, rows=config), nan_memory():
+    with tuning.forced(pointers=pointers, rows=config), nan_memory():
         dx = input_gradient(dh, w1, offsets, backend="triton")
     check("dx", dx, _by_hand(dh.double(), w1.double(), offsets.tolist()), BOUND[dtype])
 
@@ -51,12 +51,11 @@ def _compare(counts, D, N, *, config=SMALL, dtype=torch.float32, pointers=False)
 @pytest.mark.parametrize("pointers", [False, True])
 def test_kernel_at_odd_sizes(counts: list[int], D: int, N: int, pointers: bool):
     dtype = torch.float16 if D % 16 == 8 else torch.float32
-    config = FLAT if sum(counts) < 60 else SMALL
-    _compare(counts, D, N, config=config, dtype=dtype, pointers=pointers)
+    _compare(counts, D, N, dtype=dtype, pointers=pointers)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("config", _tiles.all_configs("rows")[:2], ids=str)
+@pytest.mark.parametrize("config", configs.all_configs("rows")[:2], ids=str)
 def test_real_tiles(config: Config):
     """The other configurations run in the test of the down-projection: it is the same kernel."""
     _compare([60, 10], 264, 36, config=config, dtype=torch.float16)
@@ -70,6 +69,6 @@ def test_a_neighbour_with_nan_does_no_harm():
     dh = random(25, 24)
     dh[5:] = float("nan")
     w1[1] = float("nan")
-    with _tiles.forced(rows=SMALL):
+    with tuning.forced(rows=SMALL):
         dx = input_gradient(dh, w1, offsets, backend="triton")
     check("dx", dx[:5], dh[:5].double() @ w1[0].double(), BOUND[torch.float32])

@@ -7,11 +7,12 @@ import itertools
 import pytest
 import torch
 
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common import tuning
 from moe.kernels.common.activations import ACTIVATIONS
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
-from moe.kernels.common.tiles import Config
-from moe.kernels.grouped.up_forward import up_forward
+from moe.kernels.common.tuning import Config
+from moe.kernels.grouped import configs
+from moe.kernels.products import up_forward
 from tests.moe.kernels.grouped_cases import (
     BOUND,
     activate_by_hand,
@@ -27,7 +28,6 @@ needs_interpreter = pytest.mark.skipif(
     not (HAVE_TRITON and INTERPRET), reason="needs Triton's interpreter"
 )
 SMALL = Config(32, 64, 32, group=2, split=2)
-FLAT = Config(32, 64, 32, group=2, split=2, flatten=True)
 
 
 def _by_hand(x_RD, w1_EHD, b1_EH, offsets, activation):
@@ -64,7 +64,7 @@ def _compare(
     token_R, source = routing.token_R, x
     if not gather:
         source, token_R = x[token_R.long()].contiguous(), None
-    with _tiles.forced(pointers=pointers, up=config), nan_memory():
+    with tuning.forced(pointers=pointers, up=config), nan_memory():
         h, a = up_forward(
             source, w1, b1 if bias else None, token_R, routing.offsets_E1,
             activation=activation, save_h=save_h, backend="triton",
@@ -92,7 +92,7 @@ def _compare(
 def test_kernel_at_odd_sizes(T: int, D: int, N: int):
     """TMA where D and N are multiples of 16 bytes; each size in one of two dtypes."""
     dtype = torch.float32 if T % 2 else torch.float16
-    _compare(T, D, N, 3, 2, dtype=dtype, config=SMALL if T > 8 else FLAT)
+    _compare(T, D, N, 3, 2, dtype=dtype)
 
 
 @needs_interpreter
@@ -105,13 +105,11 @@ def test_kernel_activations_and_bias(activation: str):
 @pytest.mark.parametrize(
     "options",
     [
-        {"gather": False, "config": FLAT},
-        {"pointers": True, "config": FLAT},
+        {"gather": False},
         {"pointers": True},
         {"pointers": True, "gather": False, "bias": True},
         {"save_h": False},
         {"holes": True},
-        {"holes": True, "config": FLAT},
     ],
     ids=str,
 )
@@ -125,10 +123,11 @@ def test_kernel_takes_widths_that_tma_cannot():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("config", _tiles.all_configs("up"), ids=str)
+@pytest.mark.parametrize("config", configs.all_configs("up"), ids=str)
 def test_every_configuration(config: Config):
     """The real tiles, larger than the problem: float16 because float32 has tiles of its own."""
-    dtype = torch.float32 if config in _tiles.candidates("up", torch.float32, 64) else torch.float16
+    full = configs.candidates("up", torch.float32, 64)
+    dtype = torch.float32 if config in full else torch.float16
     _compare(70, 72, 140, 2, 1, config=config, dtype=dtype)
 
 
@@ -149,7 +148,7 @@ def test_rows_outside_are_not_written():
     """Rows that belong to no expert keep what they held: the last expert's tile stops in time."""
     w1, *_ = weights(2, 24, 8)
     x = random(40, 24)
-    with _tiles.forced(up=SMALL), nan_memory():
+    with tuning.forced(up=SMALL), nan_memory():
         h, a = up_forward(
             x, w1, None, None, offsets_of([5, 20]), activation="swiglu", backend="triton"
         )
@@ -177,7 +176,7 @@ def test_operands_of_any_stride(kind: str):
         w1_view = flat[1:].view_as(w1).copy_(w1)
     else:
         w1_view = w1.transpose(1, 2).contiguous().transpose(1, 2)
-    with _tiles.forced(up=SMALL):
+    with tuning.forced(up=SMALL):
         got, want = (
             up_forward(
                 *operands, None, routing.token_R, routing.offsets_E1,

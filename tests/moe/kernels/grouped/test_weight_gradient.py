@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
-from moe.kernels.common import tiles as _tiles
+from moe.kernels.common import tuning
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
-from moe.kernels.common.tiles import Config
-from moe.kernels.grouped.weight_gradient import bias_gradient, weight_gradient
+from moe.kernels.common.tuning import Config
+from moe.kernels.grouped import configs
+from moe.kernels.products import bias_gradient, weight_gradient
 from tests.moe.kernels.grouped_cases import (
     BOUND,
     check,
@@ -26,7 +27,6 @@ needs_interpreter = pytest.mark.skipif(
 )
 BACKENDS = ["reference", pytest.param("triton", marks=needs_interpreter)]
 SMALL = Config(32, 64, 32, split=2)
-FLAT = Config(32, 64, 32, split=2, flatten=True)
 
 
 def _by_hand(left_RI, right_RO, offsets):
@@ -54,7 +54,7 @@ def _operands(routing, side: str, I: int, O: int, dtype):
 
 
 def _compare(
-    routing, I, O, *, side="right", backend="triton", config=FLAT, dtype=torch.float32,
+    routing, I, O, *, side="right", backend="triton", config=SMALL, dtype=torch.float32,
     pointers=False, add_dtype=None,
 ):  # fmt: skip
     args, left, right = _operands(routing, side, I, O, dtype)
@@ -63,7 +63,7 @@ def _compare(
     if add_dtype is not None:
         main = random(*want.shape, dtype=add_dtype)
         want = want + main.double()
-    with _tiles.forced(pointers=pointers, outer=config), nan_memory():
+    with tuning.forced(pointers=pointers, outer=config), nan_memory():
         got = weight_gradient(*args, routing.offsets_E1, add_to_EIO=main, backend=backend)
     if main is None:
         assert got.dtype == dtype
@@ -79,9 +79,8 @@ def _compare(
 @pytest.mark.parametrize("counts", [[5, 0, 9, 3, 0, 2], [0, 0, 70], [0, 0]], ids=str)
 @pytest.mark.parametrize("side", ["left", "right", "neither"])
 def test_empty_experts_are_exactly_zero(backend: str, counts: list[int], side: str):
-    """Also in NaN-filled memory, and whether the loops over tiles are one or two."""
-    for config in (SMALL, FLAT) if backend == "triton" else (SMALL,):
-        _compare(counted_routing(counts), 24, 40, side=side, backend=backend, config=config)
+    """Also in NaN-filled memory."""
+    _compare(counted_routing(counts), 24, 40, side=side, backend=backend)
 
 
 @needs_interpreter
@@ -95,18 +94,17 @@ def test_kernel_at_odd_sizes(T: int, I: int, O: int):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("config", [SMALL, FLAT], ids=str)
 @pytest.mark.parametrize("side", ["left", "right", "neither"])
-def test_kernel_with_pointers(config: Config, side: str):
+def test_kernel_with_pointers(side: str):
     routing = topk_routing(21, 3, 2, holes=True)
-    _compare(routing, 24, 40, side=side, config=config, pointers=True)
-    _compare(routing, 23, 41, side=side, config=config)
+    _compare(routing, 24, 40, side=side, pointers=True)
+    _compare(routing, 23, 41, side=side)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("config", _tiles.all_configs("outer"), ids=str)
+@pytest.mark.parametrize("config", configs.all_configs("outer"), ids=str)
 def test_every_configuration(config: Config):
-    full = _tiles.candidates("outer", torch.float32, None)
+    full = configs.candidates("outer", torch.float32, None)
     dtype = torch.float32 if config in full else torch.float16
     _compare(topk_routing(70, 2, 1), 136, 264, config=config, dtype=dtype)
 
@@ -123,7 +121,7 @@ def test_accumulation(backend: str, dtype: torch.dtype, add_dtype: torch.dtype):
         _compare(routing, 23, 41, dtype=dtype, add_dtype=add_dtype, pointers=True)
     left, right = random(45, 8, dtype=dtype), random(45, 8, dtype=dtype)
     main = torch.ones(3, 8, 8, dtype=add_dtype)
-    with _tiles.forced(outer=SMALL):
+    with tuning.forced(outer=SMALL):
         weight_gradient(
             left, right, None, None, offsets_of([5, 0, 40]), add_to_EIO=main, backend=backend
         )

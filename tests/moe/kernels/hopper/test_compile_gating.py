@@ -28,9 +28,9 @@ MORE_SHAPES = {
 
 def _compile(everything: bool) -> None:
     """Prints one line of JSON for each kernel of each shape."""
-    from moe.kernels import hopper
+    from moe.kernels.tiers import hopper_missing
 
-    reason = hopper.missing()
+    reason = hopper_missing()
     if reason is not None:
         print(json.dumps({"missing": reason}), flush=True)
         return
@@ -50,7 +50,7 @@ def _compile(everything: bool) -> None:
         bias = torch.zeros(E) if ask.get("bias") else None
         valid = torch.ones(T, dtype=torch.bool) if ask.get("valid") else None
         form = (ask.get("score", "softmax"), ask.get("norm", "topk_sum"), 1.0)
-        gating.gating_hopper(torch.zeros(T, E), k, *form, bias, valid, True)
+        gating._launch(torch.zeros(T, E), k, *form, bias, valid, True)
 
 
 @needs_tools

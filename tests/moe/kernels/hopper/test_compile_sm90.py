@@ -41,16 +41,15 @@ def _launches(D: int, N: int, gather: bool = True) -> dict:
     """Product → (table of configurations, launch with a configuration)."""
     import torch
 
-    from moe.kernels.common.tiles import RowTiles
+    from moe.kernels.common.row_tiles import tile_schedule_ref
     from moe.kernels.hopper.down_backward import down_backward_hopper
     from moe.kernels.hopper.outer import weight_gradient_hopper
     from moe.kernels.hopper.rows import rows_hopper, up_forward_hopper
-    from moe.kernels.routing.routing_metadata import tile_schedule_ref
 
     T, E, R = 512, 4, 1024
     offsets = torch.arange(0, R + 1, R // E, dtype=torch.int32)
     index, gates = torch.zeros(R, dtype=torch.int32), torch.zeros(R)
-    tiles = RowTiles(*tile_schedule_ref(offsets, 128, R), 128)
+    tiles = tile_schedule_ref(offsets, 128, R)
     x, w1, w2, h, a = (
         torch.empty(shape, dtype=torch.bfloat16)
         for shape in ((T if gather else R, D), (E, 2 * N, D), (E, D, N), (R, 2 * N), (R, N))
@@ -58,10 +57,10 @@ def _launches(D: int, N: int, gather: bool = True) -> dict:
     token = index if gather else None
     return {
         "up": ("up", lambda c: up_forward_hopper(x, w1, token, True, tiles, c)),
-        "down": ("rows", lambda c: rows_hopper(a, w2, None, tiles, transposed=True, config=c)),
-        "dX": ("rows", lambda c: rows_hopper(h, w1, None, tiles, transposed=False, config=c)),
+        "down": ("rows", lambda c: rows_hopper(a, w2, tiles, transposed=True, config=c)),
+        "dX": ("rows", lambda c: rows_hopper(h, w1, tiles, transposed=False, config=c)),
         "dH": ("down_backward", lambda c: down_backward_hopper(
-            x, w2, h, gates, token, index, index, offsets, True, tiles, c)),
+            x, w2, h, gates, token, index, tiles, c)),
         "dW1": ("outer_right", lambda c: weight_gradient_hopper(h, x, None, index, offsets, c)),
         "dW2": ("outer_left", lambda c: weight_gradient_hopper(x, a, index, None, offsets, c)),
     }  # fmt: skip
@@ -69,25 +68,23 @@ def _launches(D: int, N: int, gather: bool = True) -> dict:
 
 def _compile(names: list[str], everything: bool) -> None:
     """Prints one line of JSON for each product and configuration."""
-    from moe.kernels import hopper
+    from moe.kernels.tiers import hopper_missing
 
-    reason = hopper.missing()
+    reason = hopper_missing()
     if reason is not None:
         print(json.dumps({"missing": reason}), flush=True)
         return
-    from moe.kernels.hopper import configs as _configs
-    from moe.kernels.hopper import down_backward
+    from moe.kernels.hopper import configs
 
     made: list = []
     compile_only(lambda name, kernel: made.append(kernel), gluon=True)
-    _configs.num_sms = lambda device: 132
-    down_backward.sum_parts = lambda *args: None
+    configs.num_sms = lambda device: 132
 
     for name in names:
         product, _, kind = name.partition(" ")
         widths = (264, 72) if kind == "uneven" else (1536, 256)
         table, launch = _launches(*widths, gather=kind != "permuted")[product]
-        for config in _configs.CONFIGS[table] if everything else _configs.CONFIGS[table][:1]:
+        for config in configs.CONFIGS[table] if everything else configs.CONFIGS[table][:1]:
             made.clear()
             launch(config)
             print(json.dumps({"kernel": name, "config": str(config)} | report(made[0])))

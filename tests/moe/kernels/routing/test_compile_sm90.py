@@ -62,7 +62,8 @@ def _compile(everything: bool) -> None:
     import torch
     import triton
 
-    from moe.kernels.routing import routing_metadata, token_rounding, topk_gating
+    from moe.kernels.common import row_tiles
+    from moe.kernels.routing import gating_kernels, routing_metadata, token_rounding
 
     shape = "slots"
 
@@ -79,10 +80,10 @@ def _compile(everything: bool) -> None:
         valid = torch.ones(T, dtype=torch.bool) if ask.pop("valid", False) else None
         form = (ask.pop("score", "softmax"), ask.pop("norm", "topk_sum"), 1.0)
         limit = (ask.pop("groups", 1), ask.pop("groups_kept", 1), 2)
-        out = topk_gating._topk_gating_triton(logits, k, *form, bias, *limit, valid, True, False)
+        out = gating_kernels.topk_gating_triton(logits, k, *form, bias, *limit, valid, True)
         grads = (torch.zeros(T, k), torch.zeros(T), torch.zeros(E))
-        topk_gating._topk_gating_backward_triton(logits, *out[:3], *grads, E, *form)
-        topk_gating._topk_gating_backward_triton(None, *out[:3], grads[0], None, None, E, *form)
+        gating_kernels.topk_gating_backward_triton(logits, *out[:3], *grads, E, *form)
+        gating_kernels.topk_gating_backward_triton(None, *out[:3], grads[0], None, None, E, *form)
     for name, (T, E, k, ask) in {**ROUNDING, **(MORE_ROUNDING if everything else {})}.items():
         shape = name
         call = {
@@ -105,7 +106,7 @@ def _compile(everything: bool) -> None:
     routing_metadata._routing_metadata_triton(ids, 128, None, ids, 70000)
     routing_metadata._routing_metadata_triton(ids[:999], 8, 1, None, 999)
     routing_metadata._slots_of_rows_triton(ids, torch.zeros(129, dtype=torch.int32), 8)
-    routing_metadata._tile_schedule_triton(torch.zeros(129, dtype=torch.int32), 128, 70000)
+    row_tiles._tile_schedule_triton(torch.zeros(129, dtype=torch.int32), 128, 70000)
 
 
 # --------------------------------------------------------------------------------------------- test

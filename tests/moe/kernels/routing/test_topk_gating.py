@@ -10,14 +10,9 @@ import pytest
 import torch
 
 from moe.kernels.common.backend import INTERPRET
-from moe.kernels.routing import topk_gating as module
-from moe.kernels.routing.topk_gating import (
-    NORMS,
-    SCORES,
-    topk_gating,
-    topk_gating_ref,
-    topk_routing,
-)
+from moe.kernels.common.gating import NORMS, SCORES, topk_gating_ref
+from moe.kernels.routing import gating_kernels
+from moe.kernels.routing.topk_gating import topk_gating, topk_routing
 
 INF, NAN = math.inf, math.nan
 triton_only = pytest.mark.skipif(
@@ -415,8 +410,8 @@ def test_kernel_sizes(T, E, k):
 
 @triton_only
 def test_several_programs(monkeypatch):
-    monkeypatch.setattr(module, "_ONE_PROGRAM_LOGITS", 0)
-    monkeypatch.setattr(module, "_ONE_PROGRAM_ROWS", 0)
+    monkeypatch.setattr(gating_kernels, "_ONE_PROGRAM_LOGITS", 0)
+    monkeypatch.setattr(gating_kernels, "_ONE_PROGRAM_ROWS", 0)
     compare(special_rows(torch.randn(300, 6)), 2, valid_T=torch.arange(300) % 7 > 0)
 
 
@@ -430,7 +425,7 @@ def test_several_programs(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_last_program_sorts(T, E, k, masked):
-    assert module._plan(T, E, k, 1, 1, True).last_sorts == (E < 64)
+    assert gating_kernels.gating_plan(T, E, k, 1, 1, True).last_sorts == (E < 64)
     z = special_rows(torch.randn(T, E))
     compare(z, k, valid_T=torch.arange(T) % 5 > 1 if masked else None)
 
@@ -439,13 +434,13 @@ def test_the_last_program_sorts(T, E, k, masked):
 @pytest.mark.parametrize("small", [True, False])
 def test_the_last_program_sorts_in_two_stages(small, monkeypatch):
     """With rows that the second stage leaves to the scan; and with more slots than one step."""
-    monkeypatch.setattr(module, "_RANKED_SLOTS", 1 << 10)
-    monkeypatch.setattr(module, "_LAST_PROGRAM_SLOTS", 1 << 20)
-    module._known_plan.cache_clear()
+    monkeypatch.setattr(gating_kernels, "_RANKED_SLOTS", 1 << 10)
+    monkeypatch.setattr(gating_kernels, "_LAST_PROGRAM_SLOTS", 1 << 20)
+    gating_kernels._known_plan.cache_clear()
     T = 100 if small else 700
-    assert module._plan(T, 64, 8, 1, 1, True).last_sorts
+    assert gating_kernels.gating_plan(T, 64, 8, 1, 1, True).last_sorts
     compare(special_rows(torch.randn(T, 64)), 8, valid_T=torch.arange(T) % 5 > 1)
-    module._known_plan.cache_clear()
+    gating_kernels._known_plan.cache_clear()
 
 
 @triton_only
@@ -456,7 +451,7 @@ def test_which_program_is_the_last_changes_nothing(first, monkeypatch):
 
     z, valid = special_rows(torch.randn(1024, 8)), torch.arange(1024) % 5 > 1
     count, begin = torch.zeros(1, dtype=torch.int32), interpreter_builder.set_grid_idx
-    monkeypatch.setattr(module, "counter", lambda device: count)
+    monkeypatch.setattr(gating_kernels, "counter", lambda device: count)
     want = topk_routing(z, 2, valid_T=valid, backend="triton")
 
     def begin_another(x, y, z):
@@ -500,18 +495,18 @@ class TestTwoStage:
     def scans(self, monkeypatch):
         """Counts the tiles that were scanned again."""
         count = []
-        exact = module._exact_tile
+        exact = gating_kernels._exact_tile
 
         def counting(*args, **kwargs):
             count.append(1)
             return exact(*args, **kwargs)
 
-        monkeypatch.setattr(module, "_exact_tile", counting)
+        monkeypatch.setattr(gating_kernels, "_exact_tile", counting)
         return count
 
     @pytest.mark.parametrize(("E", "k"), [(64, 2), (64, 8), (96, 3), (160, 6)])
     def test_random_rows_need_no_second_scan(self, scans, E, k):
-        assert module._fast_sizes(E, k)
+        assert gating_kernels.two_stage_sizes(E, k)
         compare(torch.randn(3, E), k)
         assert not scans
 
@@ -595,7 +590,7 @@ def test_operator():
     ids, gate, lse = topk_gating(torch.randn(5, 6), 2, backend="triton")[:3]
     z = torch.randn(5, 6)
     checks = ("test_schema", "test_faketensor")
-    args = (z, 2, "softmax", "topk_sum", 1.0, None, 1, 1, 2, None, True, False)
+    args = (z, 2, "softmax", "topk_sum", 1.0, None, 1, 1, 2, None, True, "triton")
     torch.library.opcheck(torch.ops.tessera.topk_gating.default, args, test_utils=checks)
     given = (torch.randn(5, 2), None, torch.randn(6), 6)
     for back in (
