@@ -90,10 +90,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--tflops", type=positive, default=400, help="TFLOP/s of a GPU in a step (default 400)"
     )
     compare.add_argument(
-        "--intra-node-gbps", type=positive, default=270, help="GB/s per GPU (default 270)"
+        "--intra-node-gbps",
+        type=positive,
+        default=270,
+        help="GB/s per GPU between the GPUs of a node (default 270)",
     )
     compare.add_argument(
-        "--inter-node-gbps", type=positive, default=40, help="GB/s per GPU (default 40)"
+        "--inter-node-gbps",
+        type=positive,
+        default=40,
+        help="GB/s per GPU between nodes (default 40)",
     )
     options = parser.parse_intermixed_args(arguments)
     if options.measure and options.gpus != 1:
