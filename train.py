@@ -243,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
         timeout_s = config.parallel.timeout_s
         plan = make_plan(config, launched_size(), hosts=launched_hosts())
         plan.offload.check_folder()
-        world = start(plan.device, timeout_s, alone=plan.engine is not None)
+        world = start(plan.device, timeout_s, alone=plan.sharded)
         state = prepare(config, plan, world)
     except faults.USER_ERRORS as error:
         discard_new_run_folder()

@@ -101,30 +101,33 @@ def init_weights(model: Decoder, seed: int, first: FirstWeights = DEFAULT) -> No
     for name, kind in parameter_kinds(model).items():
         parameter = model.get_parameter(name)
         values = partial(initial_values, model.config, name, kind, parameter.shape, seed)
-        if kind != "expert":
+        if kind != "expert" or _widths(model.config, name) is not None:
             parameter.copy_(values(first=first))
-            continue
-        widths = model.get_submodule(name.rpartition(".")[0]).config.widths
-        if widths is not None:
-            std = first.std(model.config, name, kind)
-            _init_mixed(std, name, parameter, widths, seed)
             continue
         for start in range(0, len(parameter), _threads()):  # not all: they are large together
             some = range(start, min(start + _threads(), len(parameter)))
             parameter[start : some.stop].copy_(values(some, first))
 
 
-def _init_mixed(std: float, name: str, parameter: Tensor, widths: Widths, seed: int) -> None:
+def _widths(config: ModelConfig, name: str) -> Widths | None:
+    """Of the experts that a parameter of this name holds, where they differ."""
+    sizes = config.expert_widths(int(name.split(".")[1]))
+    return None if sizes is None else Widths(sizes)
+
+
+def _mixed_values(std: float, name: str, shape: Sequence[int], widths: Widths, seed: int) -> Tensor:
     """Experts of different widths, which lie behind one another in the parameter. Where all are
     equal the values are those of experts of one width."""
-    rows = parameter.shape[0] // widths.total
+    found = torch.empty(torch.Size(shape))
+    rows = shape[0] // widths.total
     for expert, size in enumerate(widths.sizes):
-        shape = (size * rows, parameter.shape[1])
+        one = torch.Size((size * rows, shape[1]))
         if name.endswith("w2"):
-            values = draw(std, name, torch.Size(shape[::-1]), seed, expert).T
+            values = draw(std, name, torch.Size(one[::-1]), seed, expert).T
         else:
-            values = draw(std, name, torch.Size(shape), seed, expert)
-        parameter[widths.of(expert, rows)] = values.to(parameter)
+            values = draw(std, name, one, seed, expert)
+        found[widths.of(expert, rows)] = values
+    return found
 
 
 def initial_values(
@@ -145,6 +148,9 @@ def initial_values(
     std = first.std(config, name, kind)
     if kind != "expert":
         return draw(std, name, torch.Size(shape), seed)
+    widths = _widths(config, name)
+    if widths is not None:
+        return _mixed_values(std, name, shape, widths, seed)
     experts = range(shape[0]) if experts is None else experts
     one = partial(draw, std, name, torch.Size(shape[1:]), seed)
     with ThreadPoolExecutor(_threads()) as pool:  # a stream is drawn by one core

@@ -69,8 +69,6 @@ class ExpertParallelOptions:
     schedule: str = "all"
     """all: each step goes to all ranks; pairwise: each step to one, in ring order; whole: all
     tokens go to all ranks, and no host waits for sizes."""
-    deduplicate: bool = True
-    """A token crosses once per rank, not once per expert."""
     payload: str = "model"
     """model: rows in the model's dtype; float8: dispatched rows in E4M3 with 1×128 scales."""
     transport: str = "collective"
@@ -101,12 +99,6 @@ class ExpertParallelOptions:
                     "with parallel.schedule=pairwise: collective"
                 )
 
-        if self.schedule == "whole" and not self.deduplicate:
-            raise ParallelError(
-                "parallel.deduplicate=False has no effect with parallel.schedule=whole, which "
-                "sends every token once to every rank; leave it out"
-            )
-
     def check(self, plan: MeshPlan, device_type: str) -> None:
         """Refuse what cannot work on this device, or has no effect in this layout.
 
@@ -121,7 +113,7 @@ class ExpertParallelOptions:
         if plan.expert > 1 or plan.world == 1:
             return  # one process runs any layout's config
         default = ExpertParallelOptions()
-        for name in ("chunks", "schedule", "deduplicate", "payload", "transport"):
+        for name in ("chunks", "schedule", "payload", "transport"):
             if getattr(self, name) != getattr(default, name):
                 raise ParallelError(
                     f"parallel.{name}={getattr(self, name)!r} has no effect while the experts are "
@@ -181,7 +173,6 @@ class ParallelExperts(nn.Module):
             self.num_experts,
             options.chunks or (1 if options.schedule == "whole" else 2),
             options.schedule,
-            options.deduplicate,
         )
         self.whole = None
         if options.schedule == "whole" and transport is not None:
@@ -260,8 +251,6 @@ class ParallelExperts(nn.Module):
         plan = plan_dispatch(pairs, counts_NB2, self.cut, rank, backend)
         gates, ids = plan.gates(routing.gates_S, pairs.row_S), plan.ids()
         rows_CD = spread(rows_TD, plan.copies)
-        if plan.expansion is not None:
-            rows_CD = spread(rows_CD, plan.expansion)
         parts = list(rows_CD.split([sum(step.rows.send) for step in plan.steps]))
         del rows_CD
 
@@ -285,16 +274,13 @@ class ParallelExperts(nn.Module):
                 sent = dispatch(i + 1)
             gate_P, rows_QD = (wait(*flight) for flight in flights)
             received = received_routing(
-                id_P.ids, gate_P, rows_QD.shape[0], self.num_experts, self.cut.deduplicate,
-                config.kernels,
-            )  # fmt: skip
+                id_P.ids, gate_P, rows_QD.shape[0], self.num_experts, config.kernels
+            )
             y_QD = compute(rows_QD, received)
             returning.append(issue(y_QD, self.transport, step.rows.reversed()))
         if shared is not None:
             y_TD = y_TD + shared(x_TD)
         back_CD = torch.cat([wait(*flight) for flight in returning])
-        if plan.expansion is not None:
-            back_CD = collect(back_CD, plan.expansion)
         return finish(collect(back_CD, plan.copies) + y_TD)
 
     @property

@@ -25,12 +25,11 @@ from torch import Tensor
 from parallel.world import ParallelError
 
 PLACES = ("none", "cpu", "nvme")
-ADAMS = ("torch", "deepspeed")
 
 
 @dataclass(frozen=True)
 class Offload:
-    """The settings `parallel.offload`, `.offload_weights`, `.offload_path` and `.adam`.
+    """The settings `parallel.offload`, `.offload_weights` and `.offload_path`.
 
     Raises:
         ValueError: unknown values, or a setting that needs another one or makes it useless.
@@ -42,18 +41,12 @@ class Offload:
     """Weights in the dtype of the products, likewise."""
     path: str | None = None
     """Folder on a local disk, for nvme."""
-    adam: str = "torch"
-    """torch: its fused AdamW; deepspeed: FusedAdam on CUDA devices, CPUAdam in host memory."""
 
     def __post_init__(self) -> None:
-        for key, value, allowed in (
-            ("offload", self.state, PLACES),
-            ("offload_weights", self.weights, PLACES),
-            ("adam", self.adam, ADAMS),
-        ):
-            if value not in allowed:
+        for key, value in self.named():
+            if value not in PLACES:
                 raise ParallelError(
-                    f"parallel.{key}={value!r} is unknown; allowed: {', '.join(allowed)}"
+                    f"parallel.{key}={value!r} is unknown; allowed: {', '.join(PLACES)}"
                 )
         disk = [key for key, value in self.named() if value == "nvme"]
         if disk and self.path is None:
@@ -70,13 +63,12 @@ class Offload:
 
     def named(self) -> list[tuple[str, str]]:
         """(key, value) of all but the folder, as the user wrote them."""
-        return [("offload", self.state), ("offload_weights", self.weights), ("adam", self.adam)]
+        return [("offload", self.state), ("offload_weights", self.weights)]
 
     @property
     def asked(self) -> str | None:
         """The first setting that an engine has to honour, `key=value`; None: there is none."""
-        default = dict(Offload().named())
-        return next((f"parallel.{k}={v}" for k, v in self.named() if v != default[k]), None)
+        return next((f"parallel.{k}={v}" for k, v in self.named() if v != "none"), None)
 
     def check_folder(self) -> None:
         """ValueError if this machine has no such folder to write to, and cannot make it."""

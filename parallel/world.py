@@ -211,6 +211,9 @@ def shutdown(world: World) -> None:
 
 # --- collectives --------------------------------------------------------------------------------
 
+# The older name warns from torch 2.13 on; the newer is not in torch 2.10.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def sum_(world: World, tensor: Tensor) -> Tensor:
     """`tensor` replaced by its sum over all processes, on its device, without a host sync."""

@@ -151,11 +151,11 @@ def show_parameters(config: Config, counts: dict[str, int]) -> None:
 
 
 def show_memory(config: Config, plan: Plan, memory: Memory) -> None:
-    one = plan.engine is None and plan.accumulation == 1 and plan.dtype == "bfloat16"
+    one = not plan.sharded and plan.accumulation == 1 and plan.dtype == "bfloat16"
     sums = "float32; others pass with the activations" if one else "float32"
     compiled = "blocks compiled" if plan.compile else "blocks not compiled"
     rows = [
-        ("weights", memory.weights, "of two blocks at a time" if plan.engine else ""),
+        ("weights", memory.weights, "of two blocks at a time" if plan.sharded else ""),
         ("gradients", memory.gradients, sums),
         ("master weights", memory.masters, "float32, where weights are not"),
         ("AdamW moments", memory.moments, f"{config.optim.moments}, two"),
@@ -357,7 +357,7 @@ def measure(config: Config, plan: Plan, count: int) -> Measured:
         tokenizer = load_tokenizer(config.data, Path(folder) / "tokenizer")
         batches = text_batches(config, plan, tokenizer, 4)
     lengths = [n for rows in batches for batch in rows for n in batch.documents.lengths]
-    with mock.patch("training.assemble.init_weights", draw_on_device):
+    with mock.patch("training.assemble.initial_values", draw_on_device):
         architecture, total = model_config(config, tokenizer), config.train.steps or 1000
         state = make_train_state(config, architecture, plan, World(), device, steps=total)
     train = one_step(state, lr=1e-5)
@@ -477,7 +477,7 @@ def main(arguments: list[str] | None = None) -> int:
     plan = make_plan(config, options.gpus, cuda=cuda, hosts=options.hosts)
     if options.measure and not (plan.device == "cuda" and torch.cuda.is_available()):
         raise ConfigError("--measure needs a GPU on this machine, and run.device not cpu")
-    print(plan.mesh.describe() if plan.engine else "one process")
+    print(plan.mesh.describe() if plan.sharded else "one process")
     counts, memory = parameter_counts(config.model.config), process_memory(config, plan)
     show_parameters(config, counts)
     show_memory(config, plan, memory)

@@ -202,16 +202,12 @@ STILL: dict[str, list[str]] = {
     ],
     "private names": [],
     "hidden imports": [
-        "parallel.engines > parallel.deepspeed_adam",
-        "parallel.engines > parallel.deepspeed_engine",
         "parallel.processes > parallel.world",
         "parallel.processes > torch",
         "parallel.processes > torch.distributed",
         "parallel.exchange.pull > torch.distributed._symmetric_memory",
     ],
-    "long signatures": [
-        "parallel.engines.make_engine (11)",
-    ],
+    "long signatures": [],
 }
 
 
@@ -297,12 +293,12 @@ def plain_settings(config: type[BaseModel]) -> dict[str, int]:
 
 
 def kinds(base: type[BaseModel], sections: set[type[BaseModel]]) -> dict[str, int]:
-    """Number of settings of each class below `base` that is not a plain section; of a family those
-    that a plain section (`ModelConfig`) does not have already."""
+    """Number of settings of each class below `base` that is not a plain section, nor what one
+    derives from; of a family those that a plain section (`ModelConfig`) does not have already."""
     found = {}
     for model in base.__subclasses__():
         if model.__module__.split(".")[0] in PACKAGES:
-            if model not in sections:
+            if not any(issubclass(section, model) for section in sections):
                 plain = {
                     key
                     for parent in sections.intersection(model.__mro__)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from models.build import (
     build_model,
-    init_weights,
     initial_values,
     parameter_kinds,
     reset_buffers,
@@ -24,8 +23,8 @@ from models.execution import apply_checkpointing, compile_blocks
 from moe.control import RouterControl, routers_of
 from moe.rounding import RoundingConfig
 from parallel import World
-from parallel.engine import AdamSettings, check_replicas
-from parallel.engines import make_engine
+from parallel.engines.choose import make_engine
+from parallel.engines.sharded import Sharding
 from parallel.mesh import build_mesh
 from training.checkpoint.files import (
     Snapshot,
@@ -35,7 +34,7 @@ from training.checkpoint.files import (
     stored_tensors,
     unreadable,
 )
-from training.checkpoint.weights import load_initial_shards, load_initial_weights, refuse_loss
+from training.checkpoint.weights import load_initial, refuse_loss
 from training.config.expert_checks import importance, start_experts, uses_families
 from training.config.export_compat import acting, last_acting_step
 from training.config.load import ConfigError
@@ -43,17 +42,17 @@ from training.data.sources import store_tokenizers
 from training.device import restore_rng, rng_bytes, seed_all
 from training.graph import StepGraph, computation, launch_now, own_stream
 from training.health import RoutingHealth
-from training.optim.master import TERMS, Group, MasterAdamW, States, StepGuard, parameter_groups
+from training.optim.groups import parameter_groups
 from training.optim.schedule import learning_rate, top_k_schedule
 from training.out_of_memory import LastCounts
 from training.sparsity import Sparsity
-from training.step import TrainState
+from training.step import TERMS, TrainState
 from training.surgery.importance import ExpertImportance
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
     from models.transformer import Decoder
-    from parallel.engine import Engine
+    from parallel.engines.base import Engine
     from training.config.plan import Plan
     from training.config.router import RouterConfig
     from training.config.sections import Config
@@ -180,8 +179,7 @@ def make_train_state(
 ) -> TrainState:
     """The model with first weights, or with those of a checkpoint, and its optimizer.
 
-    One process holds everything; several share it through an engine, and none of them ever holds
-    the whole model.
+    One process holds everything; of several none ever holds the whole model.
 
     Args:
         steps: of the whole run.
@@ -190,7 +188,6 @@ def make_train_state(
         UserError: weights that do not fit. ParallelError: weights that differ between processes.
         CheckpointError: a checkpoint that does not fit.
     """
-    several = plan.engine is not None
     if config.train.cuda_graph:
         own_stream(device)
     model = build_model(
@@ -198,21 +195,19 @@ def make_train_state(
         kernels=config.model.kernels,
         save=config.model.save,
         **router_options(config, architecture, steps),
-        # Engines keep float32 master weights as the model's own and cast them for computing.
-        dtype=torch.float32 if several else DTYPES[plan.dtype],
-        device="meta" if several else device,
+        # What shards a model keeps float32 master weights as its own, and casts them.
+        dtype=torch.float32 if plan.sharded else DTYPES[plan.dtype],
+        device="meta" if plan.sharded else device,
         seed=None,
     )
     model.train()
     apply_checkpointing(model, config.train.checkpointing)
-    optimizer = (
-        _sharded(config, plan, model, device) if several else _one_process(config, plan, model)
-    )
+    optimizer = _engine(config, plan, model, device)
     made = (kind.make(config, model, optimizer, device, steps) for kind in FOLLOWERS)
     graph = StepGraph(partial(computation, model)) if config.train.cuda_graph else None
     state = TrainState(
         model=model,
-        forward=optimizer.model if several else model,
+        forward=optimizer.model,
         optimizer=optimizer,
         router=config.router,
         world=world,
@@ -224,80 +219,52 @@ def make_train_state(
     if checkpoint is not None:
         _load(checkpoint, state)
     else:
-        (_first_shards if several else _first_weights)(config, state)
-        if not config.model.init_from:
-            start_routers(model)
-    if several:
-        check_replicas(optimizer, optimizer.mesh)
-    if plan.compile:  # after the optimizer or the engine has placed the parameters
+        _first_weights(config, state)
+    optimizer.check_replicas()
+    if plan.compile:  # after the engine has placed the parameters
         controls = {router.config.control for router in routers_of(model)}
         masks = 0 if state.follower(Sparsity) is None else 2
         compile_blocks(model, changes=masks + sum(control.changes for control in controls))
     return state
 
 
-def _groups(config: Config, model: Decoder) -> list[Group]:
-    optim = config.optim
-    return parameter_groups(
-        model,
-        parameter_kinds(model),
-        weight_decay=optim.weight_decay,
-        router_weight_decay=optim.router_weight_decay,
-        router_lr_multiplier=optim.router_lr_multiplier,
-    )
-
-
-def _one_process(config: Config, plan: Plan, model: Decoder) -> MasterAdamW:
-    """AdamW over all parameters; moves them into its flat buffers."""
-    optim = config.optim
-    return MasterAdamW(
-        _groups(config, model),
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        clip_norm=optim.clip_norm,
-        spike_factor=optim.spike_factor,
-        on_nonfinite=optim.on_nonfinite,
-        states=States(DTYPES[optim.weights], DTYPES[optim.moments]),
-        seed=config.run.seed,
-        accumulates=plan.accumulation > 1,
-    )
-
-
-def _sharded(config: Config, plan: Plan, model: Decoder, device: torch.device) -> Engine:
-    """This process's share of a model on "meta", with memory but without values."""
-    optim = config.optim
-    model.compute_dtype = DTYPES[plan.dtype]
+def _engine(config: Config, plan: Plan, model: Decoder, device: torch.device) -> Engine:
+    """What holds the model and its optimizer; of a model on "meta" this process's share, with
+    memory but without values."""
+    optim, dtype = config.optim, DTYPES[plan.dtype]
+    model.compute_dtype = dtype
     tied = model.head.weight is model.embed.weight
     engine = make_engine(
         plan.engine,
         model,
-        build_mesh(plan.mesh, device, config.parallel.timeout_s),
-        _groups(config, model),
-        # What is gathered together. A weight that two units share belongs to neither.
-        list(model.layers) if tied else [model.embed, *model.layers, model.head],
-        StepGuard(device, optim.spike_factor, stop=optim.on_nonfinite == "stop"),
+        parameter_groups(
+            model,
+            parameter_kinds(model),
+            weight_decay=optim.weight_decay,
+            router_weight_decay=optim.router_weight_decay,
+            router_lr_multiplier=optim.router_lr_multiplier,
+        ),
+        optim,
+        Sharding(
+            build_mesh(plan.mesh, device, config.parallel.timeout_s),
+            # A weight that two units share belongs to neither.
+            list(model.layers) if tied else [model.embed, *model.layers, model.head],
+            plan.exchange,
+            plan.offload,
+            dtype,
+        ),
         num_terms=len(TERMS),
-        settings=AdamSettings((optim.betas[0], optim.betas[1]), optim.eps, optim.clip_norm),
-        options=plan.exchange,
-        dtype=DTYPES[plan.dtype],
-        offload=plan.offload,
+        seed=config.run.seed,
+        accumulates=plan.accumulation > 1,
     )
     reset_buffers(model)
     return engine
 
 
 def _first_weights(config: Config, state: TrainState) -> None:
-    with state.optimizer.master_weights():
-        if config.model.init_from:
-            load_initial_weights(state.model, config.model.init_from)
-        else:
-            init_weights(state.model, config.run.seed, config.model.init)
-
-
-def _first_shards(config: Config, state: TrainState) -> None:
     model, engine = state.model, state.optimizer
     if config.model.init_from:
-        load_initial_shards(engine, model, config.model.init_from)
+        load_initial(engine, model, config.model.init_from)
         return
     # The model's own experts are split by now, and have other names.
     kinds = parameter_kinds(build_model(model.config, device="meta"))
@@ -309,6 +276,7 @@ def _first_shards(config: Config, state: TrainState) -> None:
         return initial_values(model.config, name, kind, shape, seed, experts, first)
 
     engine.fill(values)
+    start_routers(model)
 
 
 # --- snapshots ----------------------------------------------------------------------------------

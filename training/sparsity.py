@@ -5,7 +5,8 @@ optimizer step and the next, from the master weights, and are part of a checkpoi
 ways for a weight to be hidden:
 
     soft   it is left out of the product and goes on learning, straight through the mask
-    hard   it is 0, as are its moments; its gradient is taken away before the norm is measured
+    hard   it is 0, as are the optimizer's states of it; its gradient is taken away before the norm
+           is measured
 
 "regrow" is hard from the first mask on. "straight_through" is soft until its last mask and hard
 after it, so the end of the run trains exactly what is exported; in between a checkpoint says that
@@ -30,8 +31,8 @@ from training.follower import Follower
 if TYPE_CHECKING:
     from models.transformer import Decoder
     from moe.metrics import RouterStats
+    from parallel.engines.base import Engine
     from training.config.sections import Config
-    from training.optim.master import MasterAdamW
 
 
 def mask_schedule(config: Config, steps: int) -> MaskSchedule:
@@ -58,7 +59,7 @@ class Sparsity(Follower):
         masks: by the name of the parameter.
     """
 
-    def __init__(self, model: Decoder, optimizer: MasterAdamW, schedule: MaskSchedule) -> None:
+    def __init__(self, model: Decoder, optimizer: Engine, schedule: MaskSchedule) -> None:
         self.schedule, self.optimizer = schedule, optimizer
         self.layers = [(n, layer) for n, layer in model.named_modules() if isinstance(layer, MoE)]
         self.weights: dict[str, Tensor] = {
@@ -68,12 +69,12 @@ class Sparsity(Follower):
         }
         self.masks = {name: DynamicMask(w, schedule) for name, w in self.weights.items()}
         self._gradients: dict[str, Tensor] = {}
-        self._cleared = False  # hidden weights and moments are known to be zero
+        self._cleared = False  # hidden weights and states are known to be zero
         self.step = 1
 
     @staticmethod
     def make(
-        config: Config, model: Decoder, optimizer: MasterAdamW, device: torch.device, steps: int
+        config: Config, model: Decoder, optimizer: Engine, device: torch.device, steps: int
     ) -> Sparsity | None:
         """None where no masks are asked for."""
         if config.train.sparse_density is None:
@@ -98,7 +99,7 @@ class Sparsity(Follower):
         if hard and not self._cleared:
             held = self.optimizer.tensors()
             for name in self.masks:
-                for kind in ("weights", "exp_avg", "exp_avg_sq"):
+                for kind in ("weights", *self.optimizer.states(name)):
                     self._clear(name, held[f"{kind}/{name}"])
             self.optimizer.loaded()  # the model's own weights follow the master weights
             self._cleared = True
@@ -108,7 +109,7 @@ class Sparsity(Follower):
         due, hard = self.schedule.due(self.step), self.hard(self.step)
         if not (hard or (due and self.schedule.method == "regrow")):
             return
-        gradients = self.optimizer.gradient_views()
+        gradients = self.optimizer.gradients()
         if due and self.schedule.method == "regrow":  # the next mask is made of all of it
             self._gradients = {name: gradients[name].clone() for name in self.masks}
         if hard:

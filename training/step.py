@@ -38,15 +38,17 @@ from parallel import World, agree, sum_
 from training.device import untouched_rng
 from training.follower import Follower
 from training.graph import Launch, launch_now
-from training.optim.master import TERMS, MasterAdamW, Outcome
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
-    from parallel.engine import Engine
+    from parallel.engines.base import Engine, Outcome
     from training.config.router import RouterConfig
     from training.data import Batch
 
 F = TypeVar("F", bound=Follower)
+
+TERMS = ("loss", "balance_loss", "z_loss")
+"""Loss terms of a step."""
 
 
 @dataclass(kw_only=True)
@@ -57,7 +59,7 @@ class TrainState:
     """The model itself: its config, its buffers, and what evaluation calls."""
     forward: nn.Module
     """What a step calls: the model, or an engine's wrapper around it."""
-    optimizer: MasterAdamW | Engine
+    optimizer: Engine
     router: RouterConfig
     world: World
     device: torch.device

@@ -17,7 +17,7 @@ A rank's pairs with its own experts take no part; they are the local block behin
 Order of summation, for outputs and gradients alike: (1) a token's experts on one rank, in slot
 order, in float32, rounded to the dtype of the rows; (2) the ranks' sums, in the order in which the
 token's slots first name a rank, likewise; (3) plus the own rank's sum. It depends on the routing
-and on who holds which expert, on nothing else: not on steps, schedule, transport or deduplication.
+and on who holds which expert, on nothing else: not on steps, schedule or transport.
 
 Shape letters: T tokens, S slots (token order), P pairs sorted by key, C copies, N ranks, B bins.
 """
@@ -37,9 +37,7 @@ from moe.kernels.routing.routing_metadata import routing_metadata
 from moe.routing import Routing
 from parallel.exchange.all_to_all import Copies
 from parallel.exchange.transport import Split
-
-# The older name warns from torch 2.13 on; the newer is not in torch 2.10.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from parallel.world import all_gather_single
 
 SCHEDULES = ("all", "pairwise", "whole")
 
@@ -61,8 +59,6 @@ class Dispatch:
     steps: list[Step]
     copies: Copies
     """Copies of all steps, in order, and their tokens."""
-    expansion: Copies | None
-    """Pairs and their copies, when every pair travels as a row of its own."""
     id_P: Tensor
     """int32: expert of each pair, as its rank numbers them, times 2, plus 1 on the first pair of a
     copy; all steps, then the local block."""
@@ -92,7 +88,7 @@ class Dispatch:
 
 
 def received_routing(
-    id_P: Tensor, gate_P: Tensor, rows: int, num_experts: int, deduplicated: bool, backend: str
+    id_P: Tensor, gate_P: Tensor, rows: int, num_experts: int, backend: str
 ) -> Routing:
     """Routing of a step's received rows over this rank's experts.
 
@@ -101,12 +97,8 @@ def received_routing(
         gate_P: their gates.
         rows: received rows.
         num_experts: experts of this rank.
-        deduplicated: several pairs may share a row; else each has its own.
     """
-    if deduplicated:
-        row_P = torch.cumsum(id_P % 2, dim=0).to(torch.int32) - 1
-    else:
-        row_P = torch.arange(rows, dtype=torch.int32, device=id_P.device)
+    row_P = torch.cumsum(id_P % 2, dim=0).to(torch.int32) - 1
     return Routing.from_pairs(row_P, id_P // 2, gate_P, rows, num_experts, backend)
 
 
@@ -131,7 +123,6 @@ class Cut:
     experts_per_rank: int
     chunks: int = 1
     schedule: str = "all"
-    deduplicate: bool = True
 
     @property
     def num_steps(self) -> int:
@@ -193,7 +184,7 @@ def exchange_counts(counts_B2: Tensor, group: dist.ProcessGroup) -> np.ndarray:
     The backward has none.
     """
     counts_NB2 = counts_B2.new_empty(dist.get_world_size(group) * counts_B2.shape[0], 2)
-    _all_gather(counts_NB2, counts_B2.contiguous(), group=group)
+    all_gather_single(counts_NB2, counts_B2.contiguous(), group=group)
     return counts_NB2.view(-1, *counts_B2.shape).cpu().numpy().astype(np.int64)
 
 
@@ -209,7 +200,7 @@ def steps_of(counts_NB2: np.ndarray, cut: Cut, rank: int) -> list[Step]:
             for source in range(N):
                 table[source, (source + index + 1) % N] = counts_NB2[source, index]
         copies, pairs = Split(table[..., 0], rank), Split(table[..., 1], rank)
-        steps.append(Step(copies if cut.deduplicate else pairs, pairs))
+        steps.append(Step(copies, pairs))
     return steps
 
 
@@ -234,18 +225,6 @@ def plan_dispatch(
     copy_S = torch.where(starts_S & (copy_S < copies), copy_S, -1).to(torch.int32)
 
     slot_P, token_P = pairs.slot_P[:total], pairs.token_P[:total]
-    expansion = None
-    if not cut.deduplicate:
-        place_P = torch.arange(remote_pairs + 1, dtype=torch.int32, device=slot_P.device)
-        starts_C = _compress(place_P[:-1], pairs.first_P[:remote_pairs], pairs.copy_P, copies)
-        expansion = Copies(
-            source_R=pairs.copy_P[:remote_pairs],
-            row_S=place_P[:-1],
-            sources=copies,
-            slots_per_source=None,
-            slot_offsets_T1=torch.cat([starts_C, place_P[-1:]]),
-            backend=backend,
-        )
     expert_P = routing.expert_S[slot_P.long()] % cut.experts_per_rank
     return Dispatch(
         steps=steps_of(counts_NB2, cut, rank),
@@ -253,7 +232,6 @@ def plan_dispatch(
             token_C, copy_S, routing.num_tokens, routing.slots_per_token,
             routing.slot_offsets_T1, backend,
         ),
-        expansion=expansion,
         id_P=expert_P * 2 + pairs.first_P[:total].to(torch.int32),
         token_P=token_P,
         slot_P=slot_P,

@@ -74,7 +74,6 @@ MODES = {
     "1 chunk": {"chunks": 1},
     "2 chunks": {"chunks": 2},
     "4 chunks": {"chunks": 4},
-    "2 chunks, a row per expert": {"chunks": 2, "deduplicate": False},
     "pairwise": {"schedule": "pairwise"},
     "2 chunks, float8": {"chunks": 2, "payload": "float8"},
     "1 chunk, pull": {"chunks": 1, "transport": "pull"},

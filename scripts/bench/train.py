@@ -27,7 +27,7 @@ import gc
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from models.build import parameter_kinds
+from models.config import ModelConfig
 from models.first_weights import FirstWeights
 from moe.control import begin_step
 from moe.layer import MoE
@@ -123,20 +123,22 @@ def one_step(state: TrainState, lr: float) -> Callable[[int, list[Batch]], StepR
 # ---- one device ----------------------------------------------------------------------------------
 
 
-def draw_on_device(model: nn.Module, seed: int, first: FirstWeights) -> None:
-    """Initial weights of the right size, drawn on the model's device in a second: those of a run
-    come from the CPU, reproducible for any layout, and take a minute for seven billion."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for name, kind in parameter_kinds(model).items():
-        weight = model.get_parameter(name).data
-        if kind == "norm":
-            weight.fill_(1.0)
-        elif kind == "bias":
-            weight.zero_()
-        else:
-            std = first.std(model.config, name, kind)
-            for piece in weight:
-                piece.normal_(0.0, std, generator=generator)
+def draw_on_device(
+    config: ModelConfig,
+    name: str,
+    kind: str,
+    shape: Sequence[int],
+    seed: int,
+    experts: range | None,
+    first: FirstWeights,
+) -> Tensor:
+    """Initial values of the right size, drawn on the device in no time: those of a run come from
+    the CPU, reproducible for any layout, and take a minute for seven billion."""
+    del seed, experts  # one process asks for whole tensors
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind in ("norm", "bias"):
+        return torch.full(shape, float(kind == "norm"), device=device)
+    return torch.empty(shape, device=device).normal_(0.0, first.std(config, name, kind))
 
 
 def time_steps(row: dict, step: Callable[[int], object], args, config, plan: Plan, steps) -> None:
@@ -155,7 +157,7 @@ def bench_ours(
     row: dict, args, config: Config, plan: Plan, tokenizer, steps, balanced: bool
 ) -> None:
     architecture, device = model_config(config, tokenizer), torch.device(plan.device)
-    with mock.patch("training.assemble.init_weights", draw_on_device):
+    with mock.patch("training.assemble.initial_values", draw_on_device):
         total = config.train.steps or 1000
         state = make_train_state(config, architecture, plan, World(), device, steps=total)
     if balanced:

@@ -23,15 +23,15 @@ from parallel import (
     start,
     sum_,
 )
-from parallel.engine import AdamSettings
-from parallel.engines import make_engine
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
+from tests.engines import local_engine
 from tests.training import test_loop as alone
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointError, Saver, Snapshot, damage, load_tensors, newest
 from training.evaluate import validate
-from training.optim.master import TERMS, MasterAdamW, StepGuard, parameter_groups
+from training.optim.adamw import AdamW
+from training.optim.groups import parameter_groups
 from training.report.window import read_window
 from training.step import agree_on_step, train_step
 
@@ -70,17 +70,8 @@ def build(world: World):
         return alone.build()
     model, _ = alone.build()
     mesh = build_mesh(plan_mesh(world.size, world.size, num_experts=4), CPU, timeout_s=60)
-    engine = make_engine(
-        "fsdp2",
-        model,
-        mesh,
-        parameter_groups(model, parameter_kinds(model), weight_decay=0.1),
-        [model.embed, *model.layers, model.head],
-        StepGuard(CPU),
-        num_terms=len(TERMS),
-        settings=AdamSettings(clip_norm=None),
-    )
-    return model, engine
+    groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
+    return model, tiny.engine_of("fsdp2", model, mesh, groups, AdamW(clip_norm=None))
 
 
 def step(world: World, batches, setting, number: int = 1, poisoned: bool = False):
@@ -92,7 +83,7 @@ def step(world: World, batches, setting, number: int = 1, poisoned: bool = False
     update, gradients = optimizer.update, {}
 
     def watched():
-        gradients.update(optimizer.gradients())
+        gradients.update(tiny.copies(optimizer.gradients()))
         return update()
 
     optimizer.update = watched
@@ -191,7 +182,7 @@ def validation(world: World) -> None:
 def snapshot(step_number: int, world: World) -> Snapshot:
     config = ModelConfig(**alone.MODEL)
     model = build_model(config, seed=step_number)
-    optimizer = MasterAdamW(parameter_groups(model, parameter_kinds(model), weight_decay=0.1))
+    optimizer = local_engine(parameter_groups(model, parameter_kinds(model), weight_decay=0.1))
     return Snapshot(
         step_number,
         optimizer.tensors(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import traceback
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,14 +21,13 @@ import torch.distributed as dist
 from models.build import build_model, initial_values, parameter_kinds, reset_buffers
 from models.execution import apply_checkpointing
 from parallel import World
-from parallel.engines import make_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.offload import Offload
 from tests.distributed import tiny
 from tests.distributed.launch import run
+from tests.engines import local_engine
 from training.checkpoint.files import Saver, Snapshot, load_tensors, stored_tensors
-from training.optim.master import MasterAdamW
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
@@ -69,10 +67,7 @@ CASES = {
     "weights alone": Case(offload=Offload(weights="cpu"), nodes=1, expert=1),
     "all in files": Case(offload=Offload("nvme", "nvme", "@"), meta=True),
 }
-if "TESSERA_BUILD_OPS" in os.environ:  # a minute of compiling, once
-    CASES["in files, by DeepSpeed's Adam"] = Case(
-        offload=Offload("nvme", path="@", adam="deepspeed")
-    )
+CASES["states in files"] = Case(offload=Offload("nvme", path="@"))
 
 
 def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
@@ -83,10 +78,9 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
     model = build_model(config, device="meta") if case.meta else tiny.build(config)
     groups, kinds = tiny.groups_of(model), parameter_kinds(model)
     apply_checkpointing(model, case.checkpointing)
-    engine = make_engine(
-        "deepspeed", model, mesh, groups, [], tiny.guard_of(), num_terms=3,
-        settings=tiny.SETTINGS, options=case.options, dtype=dtype, offload=case.offload,
-    )  # fmt: skip
+    engine = tiny.engine_of(
+        "deepspeed", model, mesh, groups, exchange=case.options, offload=case.offload, dtype=dtype
+    )
     if case.meta:
         shapes = engine.shapes()
 
@@ -118,7 +112,7 @@ def _run_case(case: Case, folder: str) -> str:
     grads = {}
     got = tiny.train_engine(
         engine, config, dist.get_rank(), WORLD, steps=3, poisoned=1,
-        watch=lambda engine: grads.update(engine.gradients()),
+        watch=lambda engine: grads.update(tiny.copies(engine.gradients())),
     )  # fmt: skip
     found = tiny.difference(grads, gradients, 1e-5)
     found += tiny.numbers_differ(got, want, 5e-6)
@@ -137,7 +131,7 @@ def _revived(case: Case) -> str:
     config = tiny.config()
     engine = _engine(case, config)
     model = tiny.build(config)
-    want = tiny.revived(MasterAdamW(tiny.groups_of(model)), model)
+    want = tiny.revived(local_engine(tiny.groups_of(model), model), model)
     found = tiny.difference(tiny.revived(engine, engine.model.module), want, 0.0)
     batch = tiny.micro_batches(config, 0, [0])[0]
     with torch.no_grad():
@@ -178,11 +172,7 @@ def _crossed(folder: str) -> dict[str, str]:
 
     def fsdp2(nodes: int):
         mesh = build_mesh(plan_mesh(WORLD, nodes, nodes, num_experts=8), torch.device("cpu"))
-        model = tiny.build(config)
-        return make_engine(
-            "fsdp2", model, mesh, tiny.groups_of(model), tiny.units_of(model), tiny.guard_of(),
-            num_terms=3, settings=tiny.SETTINGS,
-        )  # fmt: skip
+        return tiny.engine_of("fsdp2", tiny.build(config), mesh)
 
     for name, first, second in (
         ("deepspeed 2x2, files -> fsdp2 4x1", _engine(Case(offload=files), config), fsdp2(4)),
@@ -230,6 +220,7 @@ def _contract() -> list[str]:
     for owner, name, parameters in (
         (Zero, "partition_grads", ["self", "params_to_release", "grad_partitions"]),
         (Zero, "_get_norm_groups", ["self"]),
+        (Zero, "_optimizer_step", ["self", "sub_group_id"]),
         (Zero, "_reassign_or_swap_out_partitioned_parameters", ["self", "sub_group_id"]),
         (Zero, "_get_fp32_grad_state_partition", ["self", "param", "release_swap_buffers"]),
         (Zero, "get_param_id", ["self", "param"]),
@@ -249,7 +240,7 @@ def _contract() -> list[str]:
 def _wrong_version() -> str:
     import deepspeed
 
-    from parallel import deepspeed_engine
+    from parallel.engines import deepspeed as deepspeed_engine
 
     deepspeed_engine.VERSION = "9.9.9"
     try:

@@ -20,15 +20,16 @@ from torch.utils._pytree import tree_leaves
 from models.build import build_model, initial_values, parameter_kinds, reset_buffers
 from models.execution import apply_checkpointing, compile_blocks
 from moe.control import routers_of
-from parallel.engine import check_replicas
-from parallel.engines import make_engine
+from parallel.engines.choose import resolve_engine
+from parallel.engines.local import LocalEngine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.flat_shard import FlatShard
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.offload import Offload
+from parallel.world import ParallelError
 from tests.distributed import tiny
 from tests.distributed.launch import run
-from training.optim.master import MasterAdamW
+from tests.engines import local_engine
 
 WORLD = 4
 # One process and several round differently; Adam's first steps are nearly signs, so a rounding
@@ -83,11 +84,9 @@ def _engine(case: Case, config, dtype: torch.dtype = torch.float32):
     model = build_model(config, device="meta") if case.meta else tiny.build(config, wide)
     groups = tiny.groups_of(model)
     apply_checkpointing(model, case.checkpointing)
-    engine = make_engine(
-        "fsdp2", model, mesh, groups, tiny.units_of(model), tiny.guard_of(),
-        num_terms=3, settings=tiny.SETTINGS, options=case.options, dtype=dtype,
-        offload=case.offload,
-    )  # fmt: skip
+    engine = tiny.engine_of(
+        "fsdp2", model, mesh, groups, exchange=case.options, offload=case.offload, dtype=dtype
+    )
     if case.compiled:
         compile_blocks(model, backend="eager")
     return engine
@@ -119,7 +118,7 @@ def _gradients(case: Case) -> str:
     got = {}
     seen = tiny.train_engine(
         engine, config, dist.get_rank(), WORLD, steps=1,
-        watch=lambda engine: got.update(engine.gradients()),
+        watch=lambda engine: got.update(tiny.copies(engine.gradients())),
     )  # fmt: skip
     missing = [n for n, p in engine.model.named_parameters() if p.requires_grad and p.grad is None]
     assert not missing, f"no gradient, not even zeros: {missing}"
@@ -179,7 +178,7 @@ def _not_finite() -> list[bool]:
     engine = _engine(Case(), tiny.config())
     before = bool(engine.all_finite())
     if dist.get_rank() == 2:
-        engine.optimizer.buffers()[-1].fill_(float("nan"))
+        next(reversed(engine.pieces.values())).states["exp_avg_sq"].fill_(float("nan"))
     return [before, bool(engine.all_finite())]
 
 
@@ -215,11 +214,10 @@ def _replicas() -> list[str]:
                         (2, "layers.2.moe.router.weight")):  # fmt: skip
         case = Case(nodes=nodes)
         engine = _engine(case, tiny.config())
-        mesh = engine.mesh
         if name is not None and dist.get_rank() == 3:
-            engine.optimizer.parts[name].data[0] += 1e-7
+            engine.pieces[name].weight[0] += 1e-7
         try:
-            check_replicas(engine, mesh)
+            engine.check_replicas()
             found.append("")
         except ValueError as error:
             found.append(str(error).partition(";")[0])
@@ -239,10 +237,10 @@ def _revived(case: Case) -> str:
     config = tiny.config()
     engine = _engine(case, config)
     model = tiny.build(config)
-    want = tiny.revived(MasterAdamW(tiny.groups_of(model)), model)
+    want = tiny.revived(local_engine(tiny.groups_of(model), model), model)
     got = tiny.revived(engine, engine.model)
     found = tiny.difference(got, want, 0.0)
-    check_replicas(engine, engine.mesh)
+    engine.check_replicas()
     # what the model computes with is what was written
     batch = tiny.micro_batches(config, 0, [0])[0]
     with torch.no_grad():
@@ -272,7 +270,7 @@ def _nothing_then_everything() -> dict[str, Any]:
     """Two steps: all tokens to the first node's experts, then all to the second's."""
     config = tiny.config(n_group=1, topk_group=1)
     engine, model = _engine(Case(), config), tiny.build(config)
-    optimizer = MasterAdamW(tiny.groups_of(model), clip_norm=tiny.CLIP, spike_factor=100.0)
+    optimizer = local_engine(tiny.groups_of(model), model, clip_norm=tiny.CLIP, spike_factor=100.0)
     largest = []
     for step, favoured in enumerate((slice(0, 4), slice(4, 8))):
         for whole in (engine.model, model):
@@ -281,7 +279,7 @@ def _nothing_then_everything() -> dict[str, Any]:
         seen: dict[str, FlatShard] = {}
         tiny.train_engine(
             engine, config, dist.get_rank(), WORLD, steps=1, first=step,
-            watch=lambda engine, seen=seen: seen.update(engine.gradients()),
+            watch=lambda engine, seen=seen: seen.update(tiny.copies(engine.gradients())),
         )  # fmt: skip
         experts = [g.local for name, g in seen.items() if name.endswith((".w1", ".w2"))]
         largest.append(max(part.abs().max().item() for part in experts))
@@ -302,8 +300,6 @@ def _refusals() -> list[str]:
     mesh = build_mesh(plan_mesh(WORLD, 2, 2, num_experts=8), torch.device("cpu"), timeout_s=100)
     found = []
     for name, these, options in (
-        ("zero", groups, {}),
-        ("fsdp2", groups, {"offload": Offload("cpu")}),
         ("fsdp2", groups[1:], {}),
         ("fsdp2", groups, {"half": True}),
     ):
@@ -311,10 +307,7 @@ def _refusals() -> list[str]:
             given = tiny.build(config)
             if options.pop("half", False):
                 given = given.bfloat16()
-            make_engine(
-                name, given, mesh, these, tiny.units_of(given), tiny.guard_of(), num_terms=1,
-                **options,
-            )  # fmt: skip
+            tiny.engine_of(name, given, mesh, these)
             found.append("accepted")
         except ValueError as error:
             found.append(str(error))
@@ -417,18 +410,27 @@ def test_no_gathered_weight_outlives_loading(results):
         assert before != pytest.approx(after)
 
 
-def test_one_process_that_names_no_engine_uses_none():
+def test_one_process_that_names_no_engine_shards_nothing():
     mesh = build_mesh(plan_mesh(1, num_experts=8), torch.device("cpu"))
-    model = tiny.build(tiny.config())
-    with pytest.raises(ValueError, match=r"parallel\.engine=auto means no engine for one process"):
-        make_engine("auto", model, mesh, [], [], tiny.guard_of(), num_terms=1)
+    assert resolve_engine("auto", mesh.plan) == "local"
+    engine = tiny.engine_of("local", tiny.build(tiny.config()), mesh)
+    assert isinstance(engine, LocalEngine)
+
+
+def test_engines_that_cannot_be_are_refused():
+    plan = plan_mesh(WORLD, 2, 2, num_experts=8)
+    with pytest.raises(ParallelError) as error:
+        resolve_engine("zero", plan)
+    assert str(error.value) == (
+        "parallel.engine='zero' is unknown; allowed: auto, fsdp2, deepspeed"
+    )
+    with pytest.raises(ParallelError, match=r"parallel\.offload=cpu alone needs"):
+        resolve_engine("fsdp2", plan, Offload("cpu"))
 
 
 def test_refusals(results):
     for result in results:
-        unknown, offload, group, half = result["refusals"]
-        assert unknown == "parallel.engine='zero' is unknown; allowed: auto, fsdp2, deepspeed"
-        assert "parallel.offload=cpu alone needs parallel.engine=deepspeed" in offload
+        group, half = result["refusals"]
         assert "is in no optimizer group" in group
         assert "torch.bfloat16" in half and "float32" in half
 

@@ -87,11 +87,8 @@ CASES = {
         f"{chunks} chunks": Case(layout="ep2", options=_options(chunks=chunks))
         for chunks in (1, 3, 40)
     },
-    "every pair its own row": Case(options=_options(deduplicate=False)),
     "pairwise": Case(options=_options(schedule="pairwise")),
-    "pairwise, every pair its own row": Case(
-        layout="ep4 in a node", options=_options(schedule="pairwise", deduplicate=False)
-    ),
+    "pairwise in a node": Case(layout="ep4 in a node", options=_options(schedule="pairwise")),
     **{
         f"whole, {name}": Case(layout=name, options=_options(schedule="whole"))
         for name in LAYOUTS
@@ -110,7 +107,7 @@ CASES = {
     "no tokens at all": Case(counts=(0, 0, 0, 0)),
     "one token in all": Case(counts=(0, 1, 0, 0), options=_options(chunks=3)),
     "all tokens to the first rank": Case(favoured=(0, 1)),
-    "all tokens to the last rank": Case(favoured=(6, 7), options=_options(deduplicate=False)),
+    "all tokens to the last rank": Case(favoured=(6, 7)),
     "all tokens to one node": Case(layout="ep2", favoured=(4, 5, 6)),
     "pairwise, all to one rank": Case(favoured=(2, 3), options=_options(schedule="pairwise")),
     "one expert a token": Case(
@@ -127,9 +124,7 @@ CASES = {
     "frozen input": Case(frozen=("x",)),
     **_float8_cases(),
     **{f"mean outputs, {name}": Case(config=MEANS, layout=name) for name in LAYOUTS},
-    "mean outputs, every pair its own row": Case(
-        config=MEANS, options=_options(deduplicate=False, chunks=3)
-    ),
+    "mean outputs, 3 chunks": Case(config=MEANS, options=_options(chunks=3)),
     "mean outputs, pairwise, recomputed": Case(
         config=MEANS, recompute=True, options=_options(schedule="pairwise")
     ),
@@ -270,11 +265,9 @@ ORDERS = {
     "2 chunks": _options(),
     "1 chunk": _options(chunks=1),
     "7 chunks": _options(chunks=7),
-    "pairs": _options(deduplicate=False),
     "pairwise": _options(schedule="pairwise"),
     "whole": _options(schedule="whole"),
     "whole, 3 chunks": _options(schedule="whole", chunks=3),
-    "pairwise, pairs": _options(schedule="pairwise", deduplicate=False),
 }
 
 
@@ -444,7 +437,7 @@ def test_equals_one_process(results, name):
     assert not found
 
 
-@pytest.mark.parametrize("name", ["1 chunk", "7 chunks", "pairs", "pairwise", "pairwise, pairs"])
+@pytest.mark.parametrize("name", ["1 chunk", "7 chunks", "pairwise"])
 def test_modes_sum_in_the_same_order(results, name):
     """Outputs and gradients bit by bit, however the tokens travel."""
     for rank, result in enumerate(results):

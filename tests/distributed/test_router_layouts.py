@@ -19,10 +19,10 @@ from models.config import ModelConfig
 from moe import RouterControl
 from moe.control import begin_step, routers_of
 from parallel import World
+from parallel.engines.base import Outcome
 from tests.distributed.launch import run
 from tests.training import test_loop as alone
 from tests.training.tiny import MODEL
-from training.optim.master import Outcome
 from training.step import TERMS, agree_on_step, train_step
 
 ROWS = 16

@@ -14,14 +14,14 @@ import torch.distributed.checkpoint as dcp
 
 from models.hf import export_hf
 from parallel import World
-from parallel.engines import make_engine
+from parallel.engines.local import LocalEngine
 from parallel.flat_shard import FlatShard, ShardSavePlanner
 from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.distributed.launch import run
+from tests.engines import local_engine
 from training.checkpoint.files import Saver, Snapshot, load_tensors
-from training.checkpoint.weights import load_initial_shards, save_weights
-from training.optim.master import MasterAdamW
+from training.checkpoint.weights import load_initial, save_weights
 
 CONFIG = tiny.config(num_experts=4, n_group=1, topk_group=1, num_hidden_layers=2)
 LAYOUTS = {
@@ -35,11 +35,7 @@ def _engine(layout: str):
     nodes, expert, placement = LAYOUTS[layout]
     plan = plan_mesh(dist.get_world_size(), nodes, expert, placement, CONFIG.num_experts)
     model = tiny.build(CONFIG)
-    return make_engine(
-        "fsdp2", model, build_mesh(plan, torch.device("cpu"), timeout_s=100),
-        tiny.groups_of(model), tiny.units_of(model), tiny.guard_of(), num_terms=3,
-        settings=tiny.SETTINGS,
-    )  # fmt: skip
+    return tiny.engine_of("fsdp2", model, build_mesh(plan, torch.device("cpu"), timeout_s=100))
 
 
 def _world() -> World:
@@ -56,8 +52,8 @@ def _save(tensors: dict[str, Any], folder: Path, world: World) -> Path:
     return saved.folder
 
 
-def _one_process() -> MasterAdamW:
-    return MasterAdamW(tiny.groups_of(tiny.build(CONFIG)), clip_norm=tiny.CLIP, spike_factor=100.0)
+def _one_process() -> LocalEngine:
+    return local_engine(tiny.groups_of(tiny.build(CONFIG)), clip_norm=tiny.CLIP, spike_factor=100.0)
 
 
 def _marked(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -91,10 +87,8 @@ def _all_layouts(folder: str) -> dict[str, str]:
             load_tensors(path, other.tensors())
             other.loaded()
             found[f"{saver} -> {loader}"] = tiny.difference(other.tensors(), right, 0.0)
-            adamws = other.optimizer.adamws.values()
-            steps = {float(s["step"]) for adamw in adamws for s in adamw.state.values()}
-            if steps != {7.0}:
-                found[f"{saver} -> {loader}"] += f"update counts {steps}"
+            if float(other.updates) != 7.0:
+                found[f"{saver} -> {loader}"] += f"{other.updates} updates"
         whole = _one_process()
         load_tensors(path, whole.tensors())
         found[f"{saver} -> one process"] = tiny.difference(whole.tensors(), right, 0.0)
@@ -139,7 +133,7 @@ def _initial(folder: str) -> dict[str, str]:
                     value.local.fill_(-1.0)
             for buffer in engine.model.buffers():
                 buffer.fill_(-1.0)
-            load_initial_shards(engine, engine.model, f"{folder}/{source}")
+            load_initial(engine, engine.model, f"{folder}/{source}")
             got = {n: t for n, t in engine.tensors().items() if n.startswith("weights/")}
             text = tiny.difference(got, right, 0.0)
             for name, buffer in model.named_buffers():
@@ -149,7 +143,7 @@ def _initial(folder: str) -> dict[str, str]:
     other = tiny.config(num_experts=8, n_group=1, topk_group=1, num_hidden_layers=2)
     save_weights(tiny.build(other), Path(folder) / f"other{dist.get_rank()}")
     try:
-        load_initial_shards(engine, engine.model, f"{folder}/other{dist.get_rank()}")
+        load_initial(engine, engine.model, f"{folder}/other{dist.get_rank()}")
         found["another model"] = "accepted"
     except ValueError as error:
         found["another model"] = "" if "layers.1.moe.w1" in str(error) else str(error)

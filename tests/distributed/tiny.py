@@ -19,10 +19,16 @@ from models.config import ModelConfig
 from moe import Router
 from moe.balance import auxiliary_loss
 from moe.surgery import Change
-from parallel.engine import AdamSettings
-from parallel.flat_shard import FlatShard, local_of
+from parallel.engines.base import Engine
+from parallel.engines.choose import make_engine
+from parallel.engines.local import LocalEngine
+from parallel.engines.sharded import Sharding
+from parallel.flat_shard import FlatShard, local_of, with_local
+from parallel.mesh import Mesh
+from tests.engines import local_engine
 from tests.models.tiny import next_tokens, randomise_buffers_and_norms, tiny_config, tokens
-from training.optim.master import MasterAdamW, StepGuard, parameter_groups
+from training.optim.adamw import AdamW
+from training.optim.groups import parameter_groups
 from training.surgery.changes import make_changes
 
 ROWS, LENGTH = 8, 16
@@ -58,11 +64,30 @@ def units_of(model: nn.Module) -> list[nn.Module]:
     return [model.embed, *model.layers, model.head]
 
 
-def guard_of() -> StepGuard:
-    return StepGuard(torch.device("cpu"), spike_factor=100.0)
+OPTIMIZER = AdamW(clip_norm=CLIP, spike_factor=100.0)
 
 
-SETTINGS = AdamSettings(clip_norm=CLIP)
+def engine_of(
+    name: str,
+    model: nn.Module,
+    mesh: Mesh,
+    groups: list | None = None,
+    optimizer: Any = OPTIMIZER,
+    **sharing: Any,
+) -> Engine:
+    """A sharding engine around a model.
+
+    Args:
+        sharing: fields of `Sharding`.
+    """
+    groups = groups_of(model) if groups is None else groups
+    sharding = Sharding(mesh, units_of(model), **sharing)
+    return make_engine(name, model, groups, optimizer, sharding, num_terms=3)
+
+
+def copies(found: dict[str, Any]) -> dict[str, Any]:
+    """Tensors or shards with memory of their own."""
+    return {name: with_local(value, local_of(value).clone()) for name, value in found.items()}
 
 
 def micro_batches(config: ModelConfig, step: int, rows: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -97,9 +122,9 @@ def gradients_one_process(model: nn.Module, config: ModelConfig) -> dict[str, Te
 
 def train_one_process(
     model: nn.Module, config: ModelConfig, steps: int, poisoned: int | None = None
-) -> tuple[MasterAdamW, list[dict[str, float]]]:
+) -> tuple[LocalEngine, list[dict[str, float]]]:
     """The oracle: all rows in one process, by the trainer's own optimizer."""
-    optimizer = MasterAdamW(groups_of(model), clip_norm=CLIP, spike_factor=100.0)
+    optimizer = local_engine(groups_of(model), model, clip_norm=CLIP, spike_factor=100.0)
     seen = []
     for step in range(steps):
         optimizer.zero_grad()

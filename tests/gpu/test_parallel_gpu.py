@@ -29,7 +29,6 @@ pytestmark = [
 MODES = [
     {"chunks": 1},
     {"chunks": 3},
-    {"deduplicate": False},
     {"schedule": "pairwise"},
     {"transport": "pull"},
     {"transport": "pull", "chunks": 4},

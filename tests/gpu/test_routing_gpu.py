@@ -14,10 +14,11 @@ from moe.control import RouterControl, begin_step
 from moe.rounding import RoundingConfig
 from moe.top_k import TopKSchedule
 from parallel import World
+from tests.engines import local_engine
 from tests.gpu.test_training import CUDA, WIDE
 from tests.training.test_loop import batch_of, router, rows, state_of
 from training.health import RoutingHealth
-from training.optim.master import MasterAdamW, parameter_groups
+from training.optim.groups import parameter_groups
 from training.report.window import read_window
 from training.step import agree_on_step, train_step
 
@@ -34,7 +35,7 @@ CASES = {
 def test_a_step_never_waits_for_the_device(name):
     model = build_model(ModelConfig(**WIDE), dtype=torch.bfloat16, device=CUDA, **CASES[name])
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
-    optimizer, health = MasterAdamW(groups), RoutingHealth(2, WIDE["num_experts"], CUDA)
+    optimizer, health = local_engine(groups), RoutingHealth(2, WIDE["num_experts"], CUDA)
     state = state_of(model, optimizer, router(0.01, 0.001), device=CUDA, followers=[health])
     tokens, labels = rows()
 

@@ -16,12 +16,13 @@ from models.config import ModelConfig
 from moe import MoE, MoEConfig
 from moe.control import RouterControl
 from moe.surgery import Change, change_layer
+from tests.engines import local_engine
 from tests.gpu.test_training import CUDA, WIDE
 from tests.training.test_loop import batch_of, router, rows, take_step
 from tests.training.test_surgery_runs import CHANGED, EVENTS, GLM, losses, of_run
 from tests.training.tiny import write_inputs
 from training.data.batch import make_batch
-from training.optim.master import MasterAdamW, parameter_groups
+from training.optim.groups import parameter_groups
 from training.surgery import changes as surgery
 from training.surgery.changes import make_changes
 from training.surgery.importance import ExpertImportance, down_projections
@@ -41,7 +42,7 @@ def build(config, **options):
     for parameter in model.parameters():  # where it is: the host would take long for a large one
         torch.nn.init.normal_(parameter, std=0.05)
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
-    return model, MasterAdamW(groups)
+    return model, local_engine(groups)
 
 
 def importance_of(model, optimizer, how, slots):

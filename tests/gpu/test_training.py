@@ -18,14 +18,16 @@ from models.documents import Documents
 from models.execution import compile_blocks
 from moe.control import routers_of
 from parallel import World
+from parallel.engines.base import Outcome
+from parallel.engines.gradients import collect, norm
+from tests.engines import local_engine
 from tests.training.test_loop import batch_of, router, rows, take_step
 from tests.training.test_train import before_step, by_step, events
 from tests.training.tiny import MODEL, write_inputs
 from training.checkpoint.files import Saver, Snapshot, load_tensors
 from training.graph import StepGraph, computation, launch_now, own_stream
 from training.optim.adamw import Rates, adamw, rates_numbers
-from training.optim.gradients import collect, norm
-from training.optim.master import MasterAdamW, Outcome, States, parameter_groups
+from training.optim.groups import parameter_groups
 from training.report.files import read_metrics
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +39,7 @@ WIDE = {**MODEL, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 32}
 def build(dtype: torch.dtype = torch.bfloat16):
     model = build_model(ModelConfig(**WIDE), dtype=dtype, device=CUDA)
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
-    return model, MasterAdamW(groups, spike_factor=100.0)
+    return model, local_engine(groups, spike_factor=100.0)
 
 
 def step(model, optimizer, number: int, scope: str = "micro"):
@@ -77,7 +79,7 @@ def test_a_skipped_step_leaves_no_trace():
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, parameters[name]), name
     step(model, optimizer, 2)
-    assert optimizer.tensors()["adam_step"].item() == 2
+    assert optimizer.tensors()["updates"].item() == 2
 
 
 def test_background_save_holds_the_moment_it_was_asked_for(tmp_path):
@@ -113,7 +115,7 @@ def _batches(number: int) -> list:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("states", [States(), States(torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize("states", [{}, {"weights": "bfloat16", "moments": "bfloat16"}])
 def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
     """Losses, norms, weights and moments over steps with other documents, another learning rate,
     a step that is skipped and a router that is frozen on the way."""
@@ -121,7 +123,7 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
     def run(captured: bool):
         model = build_model(ModelConfig(**WIDE), dtype=torch.bfloat16, device=CUDA)
         groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
-        optimizer = MasterAdamW(groups, spike_factor=100.0, states=states)
+        optimizer = local_engine(groups, spike_factor=100.0, **states)
         if compiled:
             compile_blocks(model)
         graph = StepGraph(partial(computation, model))

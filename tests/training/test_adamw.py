@@ -9,17 +9,9 @@ import pytest
 import torch
 
 from moe.kernels.common.backend import INTERPRET
+from parallel.engines.rounding import buffer_seed, random_words, stochastic_bfloat16
 from tests.moe.kernels.compile_sm90 import compile_only, needs_tools, report, rows_of
-from training.optim.adamw import (
-    Rates,
-    adamw,
-    adamw_ref,
-    adamw_triton,
-    buffer_seed,
-    random_words,
-    rates_numbers,
-    stochastic_bfloat16,
-)
+from training.optim.adamw import Rates, adamw, adamw_ref, adamw_triton, rates_numbers
 
 BF16 = torch.bfloat16
 BETAS = (0.8, 0.9)

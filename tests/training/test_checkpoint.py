@@ -45,7 +45,7 @@ def snapshot(step: int, value: float | None = None, **changes) -> Snapshot:
         "weights/b.w": flat[16:20],
         "exp_avg/a.w": flat[32:38] * 2,
         "buffers/router.bias": torch.full((3,), value, dtype=torch.float64),
-        "adam_step": torch.tensor(value),
+        "updates": torch.tensor(value),
     }
     settings = {
         "state": {"shapes": {"a.w": [2, 3], "b.w": [4], "router.bias": [3]}, "tokens": 10 * step},
@@ -64,10 +64,10 @@ def save(root: Path, step: int, *, keep_last: int | None = None, **changes) -> S
 
 
 def loaded_value(folder: Path) -> float:
-    tensors = {"weights/a.w": torch.zeros(6), "adam_step": torch.zeros(())}
+    tensors = {"weights/a.w": torch.zeros(6), "updates": torch.zeros(())}
     load_tensors(folder, tensors)
-    assert torch.equal(tensors["weights/a.w"], torch.arange(6.0) + tensors["adam_step"])
-    return tensors["adam_step"].item()
+    assert torch.equal(tensors["weights/a.w"], torch.arange(6.0) + tensors["updates"])
+    return tensors["updates"].item()
 
 
 def test_values_are_converted_where_a_run_keeps_another_dtype(tmp_path):

@@ -22,7 +22,7 @@ from training.config.build import Config, ConfigError, field_names, load_config,
 from training.data.config import DataError
 from training.due import due_after
 from training.health import HealthCounters
-from training.optim.master import group_table
+from training.optim.groups import group_table
 from training.optim.schedule import learning_rate
 from training.report import log_step
 from training.report.header import wandb_settings
@@ -98,6 +98,16 @@ def plan_of(config: Config, monkeypatch) -> dict:
             train.release()
 
 
+def updated(optimizer) -> str:
+    """Weights and states after two steps with known gradients."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        for gradient in optimizer.gradients().values():
+            gradient.copy_(torch.linspace(-1, 1, gradient.numel()))
+        optimizer.step(0.01)
+    return digest(*(tensor.float() for tensor in optimizer.parts().values()))
+
+
 def _collect(state, told) -> dict:
     config, optimizer = state.config, state.train.optimizer
     batch = next(
@@ -138,9 +148,8 @@ def _collect(state, told) -> dict:
         "moe": [block.moe.config for block in state.model.layers],
         "recompute": (state.model.checkpointing, state.model.layers[0].recompute_attention),
         "groups": group_table(optimizer.groups, config.optim.lr, lambda group: ""),
-        "adamw": (optimizer.betas, optimizer.eps),
-        "states": [(flat.master.dtype, flat.exp_avg.dtype) for flat in optimizer.flats],
-        "guard": (optimizer.clip_norm, optimizer.guard.spike_factor, optimizer.guard.stop),
+        "states": {name: tensor.dtype for name, tensor in optimizer.tensors().items()},
+        "guard": (optimizer.rule.clip_norm, optimizer.guard.spike_factor, optimizer.guard.stop),
         "rates": [learning_rate(config.optim, step, state.steps) for step in range(state.steps)],
         "auxiliary": auxiliary.item(),
         "scope": config.router.balance_scope,
@@ -160,6 +169,7 @@ def _collect(state, told) -> dict:
         "buffers": digest(*state.model.buffers()),
         "changed": [(done.dry, done.changes) for done in changed],
         "changed weights": digest(*state.model.parameters()),
+        "updated": updated(optimizer),
         "importance": None if importance is None else (importance.how, importance.decay),
         "plots": "plots" in told,
         "masks": sparsity and sparsity.schedule,
@@ -247,6 +257,7 @@ TURNED = {
     "data.shuffle": "data.shuffle=false",
     "data.stream": "data.stream=true",
     "data.workers": "data.workers=1",
+    "optim.kind": "optim.kind=lion",
     "optim.lr": "optim.lr=1e-4",
     "optim.betas": "optim.betas=[0.8, 0.9]",
     "optim.eps": "optim.eps=1e-6",
@@ -284,10 +295,8 @@ TURNED = {
     "parallel.offload": "parallel.offload=cpu",
     "parallel.offload_weights": "parallel.offload_weights=cpu",
     "parallel.offload_path": "parallel.offload_path=disk",
-    "parallel.adam": "parallel.adam=deepspeed",
     "parallel.chunks": "parallel.chunks=3",
     "parallel.schedule": "parallel.schedule=pairwise",
-    "parallel.deduplicate": "parallel.deduplicate=false",
     "parallel.payload": "parallel.payload=float8",
     "parallel.transport": "parallel.transport=pull",
     "checkpoint.every_steps": "checkpoint.every_steps=2",
@@ -476,6 +485,7 @@ def test_tokenising_uses_as_many_processes_as_are_said(run, monkeypatch, tmp_pat
 ALIASES = {
     "surgery": {"event"},
     "eval": {"evaluation"},
+    "optim": {"optimizer", "rule", "self"},
     "data": {"config", "self", "given", "source", "state"},
     "model": {"config", "c", "self", "given"},
     "run": set(),
@@ -496,7 +506,7 @@ def test_every_field_is_read_outside_the_config():
                 last = getattr(base, "attr", getattr(base, "id", ""))
                 reads.setdefault(node.attr, set()).add(last)
     # Read where the config itself is made into something: the run's folder, the plan, the model.
-    within = {"run.name", "run.dir", "run.device", "train.dtype", "train.compile"}
+    within = {"run.name", "run.dir", "run.device", "train.dtype", "train.compile", "optim.kind"}
     within |= {"model.hf_config"}
     unread = []
     for section, keys in field_names().items():

@@ -5,10 +5,11 @@ import torch
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe.control import RouterControl, begin_step
+from tests.engines import local_engine
 from tests.training import test_loop
 from tests.training.test_loop import batch_of, rows, take_step
 from tests.training.tiny import MODEL
-from training.optim.master import MasterAdamW, parameter_groups
+from training.optim.groups import parameter_groups
 
 
 def run(freeze_at, steps=5):
@@ -18,7 +19,7 @@ def run(freeze_at, steps=5):
     groups = parameter_groups(
         model, parameter_kinds(model), weight_decay=0.1, router_weight_decay=0.1
     )
-    optimizer = MasterAdamW(groups, clip_norm=1.0)
+    optimizer = local_engine(groups, clip_norm=1.0)
     weights, norms = [], []
     batches = [batch_of(*rows())]
     for step in range(1, steps + 1):

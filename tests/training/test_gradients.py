@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe.kernels.common.backend import INTERPRET
+from parallel.engines.gradients import collect, norm
 from tests.moe.kernels.compile_sm90 import compile_only, needs_tools, report, rows_of
-from training.optim.gradients import collect, norm
 
 needs_interpreter = pytest.mark.skipif(not INTERPRET, reason="needs Triton's interpreter")
 BACKENDS = ["reference", pytest.param("triton", marks=needs_interpreter)]
@@ -55,7 +55,7 @@ def test_norm_is_that_of_float64(backend, dtype):
 def _compile() -> None:
     import contextlib
 
-    import training.optim.gradients as module
+    import parallel.engines.gradients as module
 
     module.on_device = lambda tensor: contextlib.nullcontext()
     module.pick_backend = lambda name, tensor: "triton"

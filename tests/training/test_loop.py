@@ -18,10 +18,11 @@ from models.config import ModelConfig
 from models.transformer import Decoder
 from moe.balance import balance_loss, z_loss
 from parallel import World
+from tests.engines import local_engine
 from tests.training.tiny import MODEL
 from training.data.batch import Batch, make_batch
 from training.evaluate import perplexity
-from training.optim.master import MasterAdamW, parameter_groups
+from training.optim.groups import parameter_groups
 from training.out_of_memory import LastCounts
 from training.report.pace import Pace
 from training.report.window import read_window
@@ -51,7 +52,7 @@ def build(dtype: torch.dtype = torch.float32):
     config = ModelConfig(**MODEL, initializer_range=0.3)
     model = build_model(config, dtype=dtype, seed=1)
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
-    return model, MasterAdamW(groups, clip_norm=None)
+    return model, local_engine(groups, clip_norm=None)
 
 
 def rows(count: int = ROWS, ignored: tuple[int, ...] = (), lengths: tuple[int, ...] = ()):
@@ -127,10 +128,10 @@ def test_loss_is_the_mean_over_targets_not_the_mean_of_means():
             value = 4.0 if (labels_BL != -100).sum() == 1 else 0.0
             return types.SimpleNamespace(loss_sum=(self.weight * value).sum(), router=None)
 
-    from training.optim.master import Group
+    from parallel.engines.optimizer import Group
 
     model = Fixed()
-    optimizer = MasterAdamW([Group("decayed", {"weight": model.weight}, 1.0, 0.0)])
+    optimizer = local_engine([Group("decayed", {"weight": model.weight}, 1.0, 0.0)])
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
     labels = torch.full_like(tokens, -100)
     labels[0, 0] = 1

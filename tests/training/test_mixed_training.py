@@ -10,13 +10,14 @@ from models.config import ModelConfig
 from moe.balance import balance_loss, flop_weights
 from moe.control import RouterControl
 from moe.metrics import RouterStats
+from tests.engines import local_engine
 from tests.moe.test_metrics import stats_of
 from tests.training.test_loop import CPU, batch_of, router, rows, take_step
 from tests.training.tiny import MODEL
 from training.assemble import router_control
 from training.config.build import ConfigError, load_config, make_plan
 from training.estimate.flops import width_metrics
-from training.optim.master import MasterAdamW, parameter_groups
+from training.optim.groups import parameter_groups
 from training.step import relative_work, router_losses
 
 WIDTHS = [2, 4, 8, 8]
@@ -48,7 +49,7 @@ def train(load: str, steps: int = 60) -> dict[str, float]:
     config = ModelConfig(**MODEL, moe_expert_widths=WIDTHS)
     model = build_model(config, seed=1, control=RouterControl())
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.0)
-    optimizer = MasterAdamW(groups, clip_norm=1.0)
+    optimizer = local_engine(groups, clip_norm=1.0)
     batches = [batch_of(*rows())]
     settings = router(balance=1.0, load=load)
     for step in range(1, steps + 1):

@@ -14,6 +14,7 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe.sparse.dynamic import MaskSchedule
 from parallel import World
+from tests.engines import local_engine
 from tests.training.test_loop import batch_of, router, rows, state_of
 from tests.training.tiny import MODEL
 from training.checkpoint.files import stored_tensors
@@ -21,7 +22,7 @@ from training.checkpoint.weights import load_model
 from training.config.build import ConfigError, load_config, make_plan
 from training.config.export_compat import acting
 from training.config.validate import check_routers
-from training.optim.master import MasterAdamW, parameter_groups
+from training.optim.groups import parameter_groups
 from training.report.files import read_lines
 from training.sparsity import Sparsity
 from training.step import agree_on_step, end_step, train_step
@@ -35,7 +36,7 @@ def make(dtype=torch.float32, **schedule):
     config = ModelConfig(**MODEL, initializer_range=0.3)
     model = build_model(config, seed=1, dtype=dtype)
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
-    optimizer = MasterAdamW(groups, clip_norm=1.0)
+    optimizer = local_engine(groups, clip_norm=1.0)
     good = {"density": 0.25, "every": 3, "start": 2, "end": 2, "until": 8}
     return model, optimizer, Sparsity(model, optimizer, MaskSchedule(**{**good, **schedule}))
 

@@ -10,10 +10,11 @@ from models.config import ModelConfig
 from models.first_weights import FirstWeights
 from models.hf import export_hf
 from moe.surgery import Change
+from tests.engines import local_engine
 from tests.training.tiny import MODEL
 from training.config.experts import SurgeryConfig, SurgeryEvent
 from training.health import RoutingHealth
-from training.optim.master import MasterAdamW, parameter_groups
+from training.optim.groups import parameter_groups
 from training.surgery.changes import make_changes
 from training.surgery.importance import ExpertImportance
 from training.surgery.policy import Seen, choose_revivals, decide, level, scheduled
@@ -29,7 +30,7 @@ def make(dtype=torch.float32, family="qwen3_moe", accumulates=True, **options):
     # small embeddings, so that tokens share the direction that a dead expert's row points away from
     options = {"first": FirstWeights(embedding=0.02)} | options
     model = build_model(ModelConfig(**fields), dtype=dtype, **options).train()
-    return model, MasterAdamW(parameter_groups_of(model), accumulates=accumulates)
+    return model, local_engine(parameter_groups_of(model), accumulates=accumulates)
 
 
 def parameter_groups_of(model):
@@ -399,6 +400,6 @@ def test_a_clone_brings_moments_and_a_retirement_leaves_none():
 
 def test_uneven_layers_are_not_exported(tmp_path):
     model, _ = make(start_experts=7)
-    revive(model, MasterAdamW(parameter_groups_of(model)), [Change("retire", 2, layer=1)])
+    revive(model, local_engine(parameter_groups_of(model)), [Change("retire", 2, layer=1)])
     with pytest.raises(ValueError, match=r"layer 0: 7, layer 1: 6\), which qwen3_moe cannot say"):
         export_hf(model, tmp_path / "hf")

@@ -17,7 +17,7 @@ files but not flipped bits. (That `latest` must not move before everything is on
 of KempnerInstitute/KempnerForge#102; that retention must not eat healthy checkpoints, of
 RLinf/RLinf#1469.)
 
-Tensors are stored flat, by logical names of the whole model (`training/optim/master.py`), so any
+Tensors are stored flat, by logical names of the whole model (`parallel.engines.base`), so any
 layout of processes can read or write any range of them.
 """
 

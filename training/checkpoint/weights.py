@@ -33,7 +33,7 @@ from training.checkpoint.files import (
 )
 
 if TYPE_CHECKING:
-    from parallel.engine import Engine
+    from parallel.engines.base import Engine
     from training.data import TextTokenizer
 
 
@@ -96,8 +96,8 @@ def load_initial_weights(model: Decoder, path: str | Path) -> None:
 
 
 @torch.no_grad()
-def load_initial_shards(engine: Engine, model: Decoder, path: str | Path) -> None:
-    """As `load_initial_weights`, for a model that an engine shards: every process reads its part.
+def load_initial(engine: Engine, model: Decoder, path: str | Path) -> None:
+    """As `load_initial_weights`, for a model that an engine holds: every process reads its part.
 
     Raises:
         UserError: tensors that are missing, unknown or of another shape, all named.

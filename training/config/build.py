@@ -25,6 +25,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from models.config import known_fields
+from parallel.engines.choose import LOCAL
 from training.config.checks import (
     check_combinations,
     check_graph,
@@ -223,7 +224,7 @@ def make_plan(
     mesh, engine, exchange, offload = plan_layout(
         config, world_size, device, hosts, micro_batch, rows // micro_batch
     )
-    if engine is not None:
+    if engine != LOCAL:
         several = f"{world_size} processes"
         refuse_sharded(config, several if world_size > 1 else f"parallel.engine={engine}")
     check_states(config, dtype)

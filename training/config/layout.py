@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel.engines import resolve_engine
+from parallel.engines.choose import resolve_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import MeshPlan, plan_mesh
 from parallel.offload import Offload
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 def plan_layout(
     config: Config, world_size: int, device: str, hosts: int, micro_batch: int, accumulation: int
-) -> tuple[MeshPlan, str | None, ExpertParallelOptions, Offload]:
-    """Layout, engine (None for one process that names none), exchange and what lies outside of the
-    device; no process group is needed for it.
+) -> tuple[MeshPlan, str, ExpertParallelOptions, Offload]:
+    """Layout, engine ("local" for one process that names none), exchange and what lies outside of
+    the device; no process group is needed for it.
 
     Args:
         micro_batch: rows of a process's forward pass.
@@ -46,13 +46,10 @@ def plan_layout(
         exchange = ExpertParallelOptions(
             chunks=parallel.chunks,
             schedule=parallel.schedule,
-            deduplicate=parallel.deduplicate,
             payload=parallel.payload,
             transport=parallel.transport,
         )
-        offload = Offload(
-            parallel.offload, parallel.offload_weights, parallel.offload_path, parallel.adam
-        )
+        offload = Offload(parallel.offload, parallel.offload_weights, parallel.offload_path)
         if parallel.expert is None and len(mesh.degrees) > 1:
             plans = [replace(mesh, expert=degree) for degree in mesh.degrees]
             plans = [plan for plan in plans if _works(exchange, plan, device)] or plans
@@ -60,7 +57,7 @@ def plan_layout(
             memory = _memory(device) if offload == Offload() else None
             mesh = fastest(plans, model, tokens, config.data.seq_len, accumulation, memory)
         exchange.check(mesh, device)
-        engine = resolve_engine(parallel.engine, mesh, offload, device)
+        engine = resolve_engine(parallel.engine, mesh, offload)
     except ParallelError as error:
         raise ConfigError(str(error)) from None
     return mesh, engine, exchange, offload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel.engines.choose import LOCAL
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import MeshPlan
 from parallel.offload import Offload
@@ -21,8 +22,8 @@ class Plan:
     compile: bool
     mesh: MeshPlan
     """Who holds what."""
-    engine: str | None
-    """"fsdp2" or "deepspeed"; None for one process that names none."""
+    engine: str
+    """"fsdp2" or "deepspeed"; "local" for one process that names none."""
     exchange: ExpertParallelOptions
     """How tokens travel to experts of other processes."""
     offload: Offload
@@ -37,3 +38,8 @@ class Plan:
     less and an empty row instead."""
     tokens_per_step: int
     """Positions of one optimizer step over all processes."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether an engine shards model and optimizer, be it over one process."""
+        return self.engine != LOCAL

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from models.config import Count, ModelConfig, Positive, Strict
+from models.config import ModelConfig, Positive, Strict
 from models.errors import UserError
 from models.first_weights import FirstWeights
 from models.hf.config import fields_from_hf
@@ -21,6 +21,7 @@ from training.config.experts import SurgeryConfig
 from training.config.load import ConfigError, PathText, expand_home, first_line, shown
 from training.config.router import RouterConfig
 from training.data.config import DataConfig
+from training.optim.adamw import AdamW
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -120,49 +121,6 @@ def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:
         raise ConfigError(f"{key}={path!r}: {error}") from None
 
 
-class OptimConfig(Strict):
-    """Optimizer, learning-rate schedule and what happens to bad steps."""
-
-    lr: Annotated[float, Field(gt=0)] = 3e-4
-    """Peak learning rate of AdamW."""
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.9, 0.95])
-    """Decay of AdamW's first and second moments."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    schedule: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    """Course of the learning rate after warm-up. wsd: constant, then down at the end."""
-    warmup_steps: Count = 100
-    """Steps of linear warm-up from zero; in a run of no more steps than that, a tenth of them."""
-    decay_fraction: Fraction = 0.2
-    """Last part of the run in which wsd lowers the learning rate."""
-    min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end, as a part of the peak."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest norm of all gradients together; empty: no clipping."""
-    weights: Literal["float32", "bfloat16"] = "float32"
-    """What AdamW updates of a bfloat16 model: float32 master weights, or the model's own weights,
-    with updates rounded up or down at random so that they are right in the mean."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Form of AdamW's two moments of a bfloat16 model; bfloat16 is rounded at random likewise."""
-    router_lr_multiplier: Annotated[float, Field(gt=0)] = 1.0
-    """Learning rate of the routers, as a multiple of `optim.lr`."""
-    router_weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Weight decay of the routers."""
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    """What to do with a step whose loss or gradient is NaN or infinite."""
-    spike_factor: Annotated[float, Field(gt=1)] | None = None
-    """Skip a step whose gradient norm exceeds this multiple of its running mean; empty: never."""
-
-    @field_validator("betas")
-    @classmethod
-    def _two(cls, betas: list[float]) -> list[float]:
-        if len(betas) != 2:
-            raise ValueError(f"optim.betas={betas} must be a list of exactly 2 numbers")
-        return betas
-
-
 class TrainConfig(Strict):
     """Length, batch and precision."""
 
@@ -220,8 +178,7 @@ class ParallelConfig(Strict):
     within_node: tokens travel between the ranks of a node, and every node holds all experts."""
     engine: Literal["auto", "fsdp2", "deepspeed"] = "auto"
     """ZeRO-3 by PyTorch's FSDP2 or by DeepSpeed. auto: none for one process; of several, deepspeed
-    where something is offloaded or its Adam is asked for, else fsdp2. One that is named is used by
-    one process too."""
+    where something is offloaded, else fsdp2. One that is named is used by one process too."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where gradients, master weights and moments lie and the update runs: on the device, in host
     memory, or, but for gradients, in files of `offload_path`."""
@@ -229,16 +186,12 @@ class ParallelConfig(Strict):
     """Where a process keeps its part of the weights between their uses, likewise."""
     offload_path: PathText | None = None
     """Folder on a local disk of every host, for nvme."""
-    adam: Literal["torch", "deepspeed"] = "torch"
-    """PyTorch's fused AdamW or DeepSpeed's kernels (deepspeed), which are compiled on first use."""
     chunks: Positive | None = None
     """Parts of a micro-batch that travel while others are computed; empty: 2, or 1 with
     schedule=whole."""
     schedule: Literal["all", "pairwise", "whole"] = "all"
     """Exchange with all ranks at once, or with one after the other; whole: send all tokens to all
     ranks, whatever their experts, so that no size is read back from the device."""
-    deduplicate: bool = True
-    """Send a token once to each rank, not once for each of its experts."""
     payload: Literal["model", "float8"] = "model"
     """Form of tokens on their way to experts: the model's dtype, or E4M3 with scales."""
     transport: Literal["collective", "pull"] = "collective"
@@ -298,7 +251,7 @@ class Config(Strict):
     router: RouterConfig = Field(default_factory=RouterConfig)
     surgery: SurgeryConfig = Field(default_factory=SurgeryConfig)
     data: DataConfig
-    optim: OptimConfig = Field(default_factory=OptimConfig)
+    optim: AdamW = Field(default_factory=AdamW)
     train: TrainConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

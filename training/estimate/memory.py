@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from models.build import build_model, parameter_kinds
+from parallel.engines.local import ALIGN
+from parallel.engines.optimizer import Group
 from training.assemble import DTYPES, router_options
 from training.estimate.counts import held, parameter_counts
 from training.estimate.replay import replay
-from training.optim.master import ALIGN
+from training.optim.groups import parameter_groups
 
 if TYPE_CHECKING:
+    from models.transformer import Decoder
     from training.config.plan import Plan
     from training.config.sections import Config
 
@@ -47,7 +50,7 @@ def activation_bytes(config: Config, plan: Plan) -> int:
 
 def _one_micro_batch(plan: Plan) -> bool:
     """Whether gradients in bfloat16 are read by the update where autograd puts them."""
-    return plan.engine is None and plan.accumulation == 1
+    return not plan.sharded and plan.accumulation == 1
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Memory:
     masters: int
     """float32 weights that are kept beside those."""
     moments: int
+    """The optimizer's states."""
     activations: int
     """At the worst moment of a step, with the gradients that exist then beside the buffers."""
     context: int
@@ -91,9 +95,9 @@ def process_memory(config: Config, plan: Plan) -> Memory:
     context = 0
     if plan.device == "cuda":
         context = CONTEXT + (COMMUNICATION if plan.world_size > 1 else 0)
-    kept = _whole(config, plan) if plan.engine is None else _sharded(config, plan)
+    kept = _sharded(config, plan) if plan.sharded else _whole(config, plan)
     activations = activation_bytes(config, plan)
-    if plan.engine is not None and plan.exchange.schedule == "whole":
+    if plan.sharded and plan.exchange.schedule == "whole":
         activations += _foreign_bytes(config, plan)
     return Memory(**kept, activations=activations, context=context)
 
@@ -112,18 +116,25 @@ def _foreign_bytes(config: Config, plan: Plan) -> int:
 
 
 def _whole(config: Config, plan: Plan) -> dict[str, int]:
-    """One process: training/optim/master.py's flat buffers."""
-    model = build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")
-    padded = [(-(-p.numel() // ALIGN) * ALIGN, p) for p in model.parameters()]
-    elements = sum(size for size, _ in padded)
-    narrow = sum(size for size, p in padded if p.dtype != torch.float32)
-    optim = config.optim
-    return {
-        "weights": sum(size * parameter.element_size() for size, parameter in padded),
-        "gradients": 4 * (elements - (narrow if _one_micro_batch(plan) else 0)),
-        "masters": 4 * narrow if optim.weights == "float32" else 0,
-        "moments": 8 * (elements - narrow) + 2 * DTYPES[optim.moments].itemsize * narrow,
-    }
+    """One process: parallel/engines/local.py's flat buffers."""
+    found = dict.fromkeys(("weights", "gradients", "masters", "moments"), 0)
+    for group in _groups(build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")):
+        narrow = group.dtype != torch.float32
+        size = sum(-(-p.numel() // ALIGN) * ALIGN for p in group.parameters.values())
+        found["weights"] += group.dtype.itemsize * size
+        found["gradients"] += 0 if narrow and _one_micro_batch(plan) else 4 * size
+        found["masters"] += 4 * size if narrow and config.optim.weights == "float32" else 0
+        found["moments"] += _state_bytes(config, group) * size
+    return found
+
+
+def _groups(model: Decoder) -> list[Group]:
+    return parameter_groups(model, parameter_kinds(model), weight_decay=0.0)
+
+
+def _state_bytes(config: Config, group: Group) -> int:
+    """Of the optimizer's states of one weight."""
+    return sum(dtype.itemsize for dtype in config.optim.of(group).states(group).values())
 
 
 def _sharded(config: Config, plan: Plan) -> dict[str, int]:
@@ -136,6 +147,7 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
     model, mesh = build_model(config.model.config, device="meta"), plan.mesh
     kinds = parameter_kinds(model)
     kept = held(parameter_counts(config.model.config), mesh)
+    states = sum(_state_bytes(config, g) * held({g.kind: g.count}, mesh) for g in _groups(model))
     blocks: dict[str, int] = {}  # elements of a block as this process computes with them
     for name, parameter in model.named_parameters():
         if kinds[name] == "router":
@@ -149,7 +161,7 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
     # DeepSpeed keeps weights for the products beside the float32 ones, which FSDP2 casts anew.
     places[offload.weights] += width * kept if deepspeed else 0
     shards = places["none"]
-    places[offload.state] += 12 * kept
+    places[offload.state] += 4 * kept + states
     on_device = offload.state == "none"
     if not on_device:
         # DeepSpeed: as they are added up, and as the update reads them.
@@ -158,7 +170,7 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
         "weights": shards + 2 * width * largest,
         "gradients": 4 * kept * on_device + (width + 4) * largest,
         "masters": 4 * kept * on_device,
-        "moments": 8 * kept * on_device,
+        "moments": states * on_device,
         "host": places["cpu"],
         "disk": places["nvme"],
     }

@@ -112,7 +112,7 @@ def replay(
         gpu: whether the run is on one.
         compiled: whether its blocks are.
         keep_gradients: whether those that are not float32 stay where autograd put them
-            (`training.optim.master`, a step of one micro-batch); else they are added to buffers,
+            (`parallel.engines.local`, a step of one micro-batch); else they are added to buffers,
             which are counted elsewhere, as soon as they exist.
     """
     options = dict(options or {})
@@ -134,7 +134,7 @@ def replay(
         tokens_BL = torch.zeros(rows, seq_len, dtype=torch.int64)
         valid_BL = torch.ones(rows, seq_len, dtype=torch.bool)
         borders_N1 = torch.zeros(rows + 1, dtype=torch.int32)
-        documents = Documents(borders_N1, (seq_len,) * rows, seq_len)
+        documents = Documents(borders_N1, (seq_len,) * rows)
         beside = {"positions_BL": tokens_BL, "documents": documents, "valid_BL": valid_BL}
         allocations = Allocations()
         if compiled:

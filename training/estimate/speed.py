@@ -171,7 +171,7 @@ def _update(config: Config, plan: Plan) -> dict[str, float]:
     counts = parameter_counts(config.model.config)
     count = held(counts, plan.mesh) if plan.engine else sum(counts.values())
     master, moment = DTYPES[config.optim.weights].itemsize, DTYPES[config.optim.moments].itemsize
-    one = plan.engine is None and plan.accumulation == 1
+    one = not plan.sharded and plan.accumulation == 1
     gradient = 2 if one else 4
     added = 0 if one else 10 * plan.accumulation - 4  # the first one is only written
     copy = 2 if master == 4 else 0

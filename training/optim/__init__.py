@@ -1,1 +1,4 @@
-"""Optimizer: parameter groups, the update, the schedule of the learning rate."""
+"""Optimizers (one file each), their parameter groups, and the schedule of the learning rate.
+
+What engines do with an optimizer is `parallel.engines`' business.
+"""

@@ -1,30 +1,28 @@
-"""One AdamW update of a flat buffer in one pass over memory, for states in float32 or bfloat16.
+"""AdamW (Loshchilov & Hutter, arXiv 1711.05101), for states in float32 or bfloat16.
 
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g²        g = gradient / scale
     w = (1 - lr decay) w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
 
-(Loshchilov & Hutter, arXiv 1711.05101.) All arithmetic is float32. What is stored in bfloat16 is
-rounded up or down at random, with the probabilities that make the mean exact (stochastic rounding;
-for weights: Zamirai et al., arXiv 2010.06192). Nearest rounding would lose every step that is
-smaller than half the distance of two bfloat16 numbers, 0.2 to 0.4 percent of a weight.
-
-The random bits are a hash of (seed, number of the update, element): the same on every device, in
-every run that is resumed, and nowhere stored.
+One pass over memory updates a flat buffer. All arithmetic is float32; what is stored in bfloat16 is
+rounded at random (`parallel.engines.rounding`).
 
 Shape letters: P elements of the buffer.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from moe.kernels.common.backend import cdiv, pick_backend, tl, triton
 from moe.kernels.common.launch import launch, on_device
-
-_WORD = 0xFFFFFFFF
+from parallel.engines.optimizer import Group, Piece, Scalars
+from parallel.engines.rounding import WORD, bits, mix, narrow, store, widen
+from training.optim.config import OptimConfig
 
 
 class Rates(NamedTuple):
@@ -39,41 +37,9 @@ class Rates(NamedTuple):
     """Of the random bits; another one for each buffer."""
 
 
-# ------------------------------------------------------------------------------------ random bits
-# The finalizer "lowbias32" (github.com/skeeto/hash-prospector): every input bit changes every
-# output bit with a probability near one half.
-
-
-def _mix_ref(x: Tensor) -> Tensor:
-    """Hash of 32-bit words held in int64."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _WORD
-    x = x ^ (x >> 15)
-    # the product of two 32-bit words overflows int64, whose low 32 bits are right all the same
-    x = (x * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
-
-
-def random_words(seed: int, step: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Two random 32-bit words (in int64) for each of the elements `first` … `first + count`."""
-    place_P = torch.arange(first, first + count, dtype=torch.int64, device=step.device)
-    key = _mix_ref((seed & _WORD) ^ _mix_ref(step.to(torch.int64)))
-    low_P, high_P = place_P & _WORD, place_P >> 32
-    one_P = _mix_ref(low_P ^ _mix_ref(key ^ (high_P + 1)))
-    return one_P, _mix_ref(one_P ^ 0x9E3779B9)
-
-
-def stochastic_bfloat16(x_P: Tensor, random_P: Tensor) -> Tensor:
-    """float32 → bfloat16, up or down by 16 random bits (int64, less than 65536); NaN stays NaN."""
-    bits_P = x_P.view(torch.int32).to(torch.int64) & _WORD
-    rounded_P = ((bits_P + random_P) >> 16) & 0xFFFF
-    signed_P = torch.where(rounded_P >= 0x8000, rounded_P - 0x10000, rounded_P).to(torch.int16)
-    return torch.where(x_P.isnan(), x_P.bfloat16(), signed_P.view(torch.bfloat16))
-
-
 # -------------------------------------------------------------------------------------- reference
 
-# Elements that the reference takes at a time: temporaries stay in a processor's cache.
+# Elements that a thread of the reference takes at a time: temporaries stay in its core's cache.
 _PIECE = 1 << 16
 
 
@@ -90,60 +56,21 @@ def adamw_ref(
     wide = torch.promote_types(weight_P.dtype, torch.float32)
     decay, size, root, divisor, keep, step = rates.numbers.to(wide)
     beta1, beta2 = rates.betas
-    random = torch.bfloat16 in (weight_P.dtype, exp_avg_P.dtype)
-
-    def write(target: Tensor, value: Tensor, bits: Tensor | None) -> None:
-        if target.dtype == torch.bfloat16:
-            value = stochastic_bfloat16(value, bits)
-        target.copy_(torch.where(keep > 0, value, target))  # not a product: 0 * NaN is NaN
-
-    for start in range(0, weight_P.numel(), _PIECE):
-        piece = slice(start, start + _PIECE)
+    length = _PIECE * torch.get_num_threads()
+    for start in range(0, weight_P.numel(), length):
+        piece = slice(start, start + length)
         w, m, v = weight_P[piece], exp_avg_P[piece], exp_avg_sq_P[piece]
-        one = two = None
-        if random:
-            one, two = random_words(rates.seed, step, first + start, w.numel())
         g = gradient_P[piece].to(wide) / divisor
         wide_m, wide_v = m.to(wide), v.to(wide)
         new_m = wide_m + (g - wide_m) * (1 - beta1)
         new_v = wide_v * beta2 + g * g * (1 - beta2)
         new_w = w.to(wide) * decay - size * new_m / (new_v.sqrt() / root + rates.eps)
-        write(w, new_w, None if one is None else one & 0xFFFF)
-        write(m, new_m, None if one is None else one >> 16)
-        write(v, new_v, None if two is None else two & 0xFFFF)
+        store((w, m, v), (new_w, new_m, new_v), keep, rates.seed, step, first + start)
         if copy_P is not None:
             copy_P[piece].copy_(w)
 
 
 # ----------------------------------------------------------------------------------------- kernel
-# bfloat16 buffers come as int16: rounding works on bits anyway.
-
-
-@triton.jit
-def _mix(x):
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def widen(x):
-    """float32 of a bfloat16 that came as int16; anything else as it is."""
-    if x.dtype == tl.int16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x
-
-
-@triton.jit
-def _narrow(x, carry):
-    """The upper 16 bits of x, with `carry` added to the lower ones; NaN stays NaN."""
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = ((bits + carry) >> 16).to(tl.uint16)
-    quiet = ((bits >> 16) | 0x40).to(tl.uint16)
-    return tl.where(x == x, rounded, quiet).to(tl.int16, bitcast=True)
 
 
 @triton.jit
@@ -171,32 +98,27 @@ def _adamw_kernel(
         w = w * decay - step_size * m / (tl.sqrt(v) * unroot + eps)
         if ROUND_WEIGHT or ROUND_MOMENTS:
             step = tl.load(numbers_ptr + 5).to(tl.int32).to(tl.uint32, bitcast=True)
-            key = _mix((_mix(step) ^ seed).to(tl.uint32))
+            key = mix((mix(step) ^ seed).to(tl.uint32))
             low = (places + first).to(tl.uint32)
             # the upper half of a place is that of the block's first element, or one more
             high = ((start + first) >> 32).to(tl.uint32)
             same = ((places + first) >> 32) == ((start + first) >> 32)
-            upper = tl.where(same, _mix(key ^ (high + 1)), _mix(key ^ (high + 2)))
-            one = _mix(low ^ upper)
+            upper = tl.where(same, mix(key ^ (high + 1)), mix(key ^ (high + 2)))
+            one = mix(low ^ upper)
         if ROUND_WEIGHT:
-            tl.store(weight_ptr + places, _narrow(w, one & 0xFFFF), mask=mask)
+            tl.store(weight_ptr + places, narrow(w, one & 0xFFFF), mask=mask)
         else:
             tl.store(weight_ptr + places, w, mask=mask)
         if COPY:  # to the nearest, ties to even
             lowest = (w.to(tl.uint32, bitcast=True) >> 16) & 1
-            tl.store(copy_ptr + places, _narrow(w, lowest + 0x7FFF), mask=mask)
+            tl.store(copy_ptr + places, narrow(w, lowest + 0x7FFF), mask=mask)
         if ROUND_MOMENTS:
-            two = _mix(one ^ 0x9E3779B9)
-            tl.store(m_ptr + places, _narrow(m, one >> 16), mask=mask)
-            tl.store(v_ptr + places, _narrow(v, two & 0xFFFF), mask=mask)
+            two = mix(one ^ 0x9E3779B9)
+            tl.store(m_ptr + places, narrow(m, one >> 16), mask=mask)
+            tl.store(v_ptr + places, narrow(v, two & 0xFFFF), mask=mask)
         else:
             tl.store(m_ptr + places, m, mask=mask)
             tl.store(v_ptr + places, v, mask=mask)
-
-
-def bits(buffer: Tensor) -> Tensor:
-    """A bfloat16 tensor as int16, any other as it is."""
-    return buffer.view(torch.int16) if buffer.dtype == torch.bfloat16 else buffer
 
 
 def adamw_triton(
@@ -214,7 +136,7 @@ def adamw_triton(
     if size == 0:
         return
     beta1, beta2 = rates.betas
-    seed = rates.seed & _WORD
+    seed = rates.seed & WORD
     with on_device(weight_P):
         launch(_adamw_kernel, (cdiv(size, block),),
             bits(weight_P), bits(weight_P if copy_P is None else copy_P), bits(exp_avg_P),
@@ -267,11 +189,6 @@ def adamw(
     function(weight_P, copy_P, exp_avg_P, exp_avg_sq_P, gradient_P, rates, first)
 
 
-def buffer_seed(seed: int, number: int) -> int:
-    """The seed of one of several buffers."""
-    return int(_mix_ref(torch.tensor((seed + 0x632BE5AB * (number + 1)) & _WORD)))
-
-
 def rates_numbers(
     lr: Tensor, weight_decay: float, betas: tuple[float, float], step: Tensor, divisor: Tensor,
     keep: Tensor,
@@ -281,3 +198,41 @@ def rates_numbers(
     bias1, bias2 = 1 - betas[0] ** t, 1 - betas[1] ** t
     numbers = [1 - lr * weight_decay, lr / bias1, bias2.sqrt(), divisor.double(), keep.double(), t]
     return torch.stack(numbers).float()
+
+
+class AdamW(OptimConfig):
+    """The optimizer of this file."""
+
+    kind: Literal["adamw"] = "adamw"
+    """Which optimizer."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the first and second moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+
+    @field_validator("betas")
+    @classmethod
+    def _two(cls, betas: list[float]) -> list[float]:
+        if len(betas) != 2:
+            raise ValueError(f"optim.betas={betas} must be a list of exactly 2 numbers")
+        return betas
+
+    def states(self, group: Group) -> dict[str, torch.dtype]:
+        """First and second moment."""
+        return dict.fromkeys(("exp_avg", "exp_avg_sq"), self.state_dtype(group))
+
+    def update(self, group: Group, pieces: Sequence[Piece], scalars: Scalars) -> None:
+        """See `parallel.engines.optimizer.Optimizer`."""
+        lr, count, divisor, keep = scalars
+        betas = (self.betas[0], self.betas[1])
+        numbers = rates_numbers(lr, group.weight_decay, betas, count, divisor, keep)
+        for piece in pieces:
+            adamw(
+                piece.weight,
+                piece.copy,
+                piece.states["exp_avg"],
+                piece.states["exp_avg_sq"],
+                piece.gradient,
+                Rates(numbers, betas, self.eps, piece.seed),
+                first=piece.first,
+            )

@@ -15,7 +15,8 @@ import math
 
 from moe.top_k import TopKSchedule
 from training.config.load import ConfigError
-from training.config.sections import Config, OptimConfig
+from training.config.sections import Config
+from training.optim.config import OptimConfig
 
 SCHEDULES = ("wsd", "cosine", "linear", "constant")
 

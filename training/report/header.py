@@ -13,7 +13,7 @@ from moe.kernels.common.backend import pick_backend
 from moe.kernels.tiers import pick_products
 from training.config.expert_checks import start_experts
 from training.estimate.flops import counts_first, matmul_weights
-from training.optim.master import group_table
+from training.optim.groups import group_table
 from training.optim.schedule import warmup_steps
 from training.report.units import human_count
 
@@ -97,7 +97,7 @@ def log_run_header(state: RunState) -> None:
 
     def placement(group: str) -> str:
         kind = {"experts": "expert", "router": "router"}.get(group.partition(" (")[0], "dense")
-        return str(state.device) if plan.engine is None else plan.mesh.placed(kind)
+        return plan.mesh.placed(kind) if plan.sharded else str(state.device)
 
     log.table("parameters", group_table(state.train.optimizer.groups, config.optim.lr, placement))
     step = state.step
@@ -128,10 +128,10 @@ def what_runs(state: RunState) -> Iterator[str]:
     by = packed_backend(state.device, dtype, state.model.config.head_dim)
     names = {"flash": "flash, of packed documents", "sdpa": "scaled_dot_product_attention"}
     yield f"attention: {names[by]}"
-    if plan.engine is None:
-        yield "engine: none, one process"
-    else:
+    if plan.sharded:
         yield f"engine: {plan.engine}; layout: {plan.mesh.describe()}"
+    else:
+        yield "engine: none, one process"
 
 
 def _experts_kernels(state: RunState, dtype: torch.dtype) -> str | None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from moe.metrics import layer_metrics, model_metrics, to_host
 from parallel import gather
+from parallel.engines.base import Outcome
 from training.health import HealthCounters, RoutingHealth
-from training.optim.master import TERMS, Outcome
+from training.step import TERMS
 
 if TYPE_CHECKING:
     from training.step import StepResult, TrainState

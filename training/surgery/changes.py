@@ -2,7 +2,8 @@
 
 Changes are made between a step and the next, at log steps, whose numbers are on the host anyway.
 They are the same on all processes: they follow from sums over all of them. What moves is the
-router's state, its row and the expert's weights, in the float32 master weights and in both moments.
+router's state, its row and the expert's weights, in the float32 master weights and in the
+optimizer's states.
 
 Shape letters: L MoE layers, E slots.
 """
@@ -27,8 +28,7 @@ from training.surgery.importance import ExpertImportance, layer_names
 from training.surgery.policy import Seen, calendar, choose_revivals, decide, level, scheduled
 
 if TYPE_CHECKING:
-    from parallel.engine import Engine
-    from training.optim.master import MasterAdamW
+    from parallel.engines.base import Engine
     from training.run_state import RunState
 
 WEIGHTS = ("w1", "w2", "router.weight")
@@ -37,7 +37,7 @@ WEIGHTS = ("w1", "w2", "router.weight")
 @torch.no_grad()
 def make_changes(
     model: nn.Module,
-    optimizer: MasterAdamW | Engine,
+    optimizer: Engine,
     changes: Sequence[Change],
     *,
     dormant: bool,
@@ -45,7 +45,7 @@ def make_changes(
     seed: int,
     step: int,
 ) -> None:
-    """Make changes in the routers' state, the master weights, the moments and the model.
+    """Make changes in the routers' state, the master weights, the optimizer's states and the model.
 
     All processes call it alike; a row that they share is put together and each keeps its part.
 
@@ -66,7 +66,7 @@ def make_changes(
         for parameter in WEIGHTS:
             name = names[change.layer] + parameter
             size = torch.Size(shapes[name]).numel() // slots
-            for kind in ("weights", "exp_avg", "exp_avg_sq"):
+            for kind in ("weights", *optimizer.states(name)):
                 value = held[f"{kind}/{name}"]
                 if change.parent is not None:
                     first = change.parent * size

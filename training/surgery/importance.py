@@ -22,9 +22,8 @@ from training.config.expert_checks import importance, uses_slots
 from training.follower import Follower
 
 if TYPE_CHECKING:
-    from parallel.engine import Engine
+    from parallel.engines.base import Engine
     from training.config.sections import Config
-    from training.optim.master import MasterAdamW
 
 _LONG_AGO = -1e9
 
@@ -67,7 +66,7 @@ class ExpertImportance(Follower):
     def make(
         config: Config,
         model: nn.Module,
-        optimizer: MasterAdamW | Engine,
+        optimizer: Engine,
         device: torch.device,
         steps: int,
     ) -> ExpertImportance | None:
@@ -128,14 +127,15 @@ class ExpertImportance(Follower):
 
 
 def down_projections(
-    model: nn.Module, optimizer: MasterAdamW, slots: int
+    model: nn.Module, optimizer: Engine, slots: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Per MoE layer the master weights w2 and their summed gradient, [E, X], between the last
     backward pass and the optimizer's step; of one process."""
-    pairs = optimizer.weights_and_gradients()
+    weights, gradients = optimizer.parts(), optimizer.gradients()
+    names = [f"{prefix}w2" for prefix in layer_names(model)]
     return [
-        tuple(flat.view(slots, -1) for flat in pairs[f"{prefix}w2"])
-        for prefix in layer_names(model)
+        (weights[f"weights/{name}"].view(slots, -1), gradients[name].view(slots, -1))
+        for name in names
     ]
 
 

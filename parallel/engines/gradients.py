@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe.kernels.common.backend import cdiv, pick_backend, tl, triton
 from moe.kernels.common.launch import launch, on_device
-from training.optim.adamw import bits, widen
+from parallel.engines.rounding import bits, widen
 
 
 @triton.jit
