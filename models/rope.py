@@ -21,14 +21,15 @@ def linear(frequencies_F: Tensor, *, factor: float) -> Tensor:
 
 
 SCALINGS: dict[str, Callable[..., Tensor]] = {"linear": linear}
-"""`rope_type` → function of the frequencies and of what stands beside it in `rope_scaling`."""
+"""`rope_type` → function of the frequencies and, by keyword alone, of what stands beside it in
+`rope_scaling`, of which `factor` is always one."""
 
 
 def normal_rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
     """{"rope_type": ..., "factor": f, ...}, or None for the default type. 4.x files say `type`.
 
     Raises:
-        UserError: an unknown type, a factor below 1, keys that the type does not read.
+        UserError: an unknown type, a factor below 1, keys that the type lacks or does not read.
     """
     if not isinstance(raw, dict):
         raise UserError(f"rope_scaling={raw!r} is not supported; expected one flat object")
@@ -49,11 +50,20 @@ def normal_rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
     factor = given.get("factor")
     if not isinstance(factor, int | float) or isinstance(factor, bool) or factor < 1:
         raise UserError(f"rope_scaling.factor={factor!r} must be a number of at least 1")
-    read = [name for name in inspect.signature(SCALINGS[kind]).parameters if name in given]
-    unknown = sorted(given.keys() - {*read, "original_max_position_embeddings"})
+    settings = {
+        name: value.default is value.empty
+        for name, value in inspect.signature(SCALINGS[kind]).parameters.items()
+        if value.kind is value.KEYWORD_ONLY
+    }
+    allowed = ", ".join(("rope_type", *settings))
+    unknown = sorted(given.keys() - settings.keys() - {"original_max_position_embeddings"})
     if unknown:
-        raise UserError(f"rope_scaling has unknown keys {unknown}; allowed: rope_type, factor")
-    return {"rope_type": kind, **{key: given[key] for key in read}, "factor": float(factor)}
+        raise UserError(f"rope_scaling has unknown keys {unknown}; allowed: {allowed}")
+    for name, required in settings.items():
+        if required and name not in given:
+            raise UserError(f"rope_scaling of type {kind} needs {name}; allowed: {allowed}")
+    own = {name: given[name] for name in settings if name in given}
+    return {"rope_type": kind, **own, "factor": float(factor)}
 
 
 class Rotation(NamedTuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
@@ -12,10 +14,13 @@ from safetensors.torch import load_file
 
 import train
 from models.attention import GroupedQueryAttention
+from models.build import build_model, meta_tensors
 from models.config import TENSOR_NAMES, ModelConfig, Size
 from models.errors import UserError
 from models.families import FAMILIES
 from models.hf import export_hf, load_hf
+from models.hf.names import entries
+from moe.kernels.common.activations import ACTIVATIONS
 from tests.training.tiny import write_inputs
 from training.checkpoint.files import resolve
 from training.checkpoint.weights import CheckpointTensors, load_model
@@ -105,6 +110,32 @@ def test_a_family_without_a_name_for_a_parameter_is_found(toy, monkeypatch, tmp_
     monkeypatch.setattr(Toy, "tensor_names", names)
     with pytest.raises(AssertionError, match=r"toy has no name for layers\.0\.attn\.k\.weight"):
         export_hf({}, tmp_path / "out", config=config)
+
+
+def test_the_documented_family_works(monkeypatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    start, end = page.index("    # mine.py"), page.index('    FAMILIES["mine"] = Mine')
+    place: dict[str, Any] = {"__name__": "mine"}
+    code = compile(textwrap.dedent(page[start:end]), "mine.py", "exec", dont_inherit=True)
+    exec(code, place)
+    monkeypatch.setitem(FAMILIES, "mine", place["Mine"])
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = ModelConfig(
+        family="mine", **sizes, moe_intermediate_size=4, intermediate_size=8, num_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=8,
+    )  # fmt: skip
+    assert type(config) is place["Mine"]
+    model = build_model(config)
+    assert model(torch.ones(1, 4, dtype=torch.int64), logits=True).logits.isfinite().all()
+    names = {entry.name for entry in entries(config, meta_tensors(config))}
+    assert "model.layers.0.mlp.router.weight" in names
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_activations_of_a_family_are_those_of_the_layer(family: type[ModelConfig]) -> None:
+    assert family.activations["silu"] == "swiglu"
+    for name in family.activations.values():
+        assert ACTIVATIONS[name].width == 2
 
 
 def test_unknown_family_is_refused_after_it_is_gone() -> None:
