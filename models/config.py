@@ -25,6 +25,7 @@ from torch import nn
 from models.errors import UserError, allowed_by
 from models.rope import normal_rope_scaling
 from moe.layer import MoEConfig
+from moe.settings import Settings
 
 Positive = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, le=100_000_000)]  # of a tensor: beyond it, a mistyped number
@@ -80,7 +81,7 @@ class Strict(BaseModel):
     )
 
 
-class ModelConfig(Strict):
+class ModelConfig(Settings):
     """Architecture of one decoder-only MoE model; field names and defaults are the family's in
     transformers.
 

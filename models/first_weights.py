@@ -17,12 +17,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from models.config import ModelConfig, Strict
+from models.config import ModelConfig
+from moe.settings import Settings
 
 Deviation = Annotated[float, Field(ge=0, le=100)]
 
 
-class FirstWeights(Strict):
+class FirstWeights(Settings):
     """Standard deviations of the first weights, `model.initializer_range` unless said otherwise."""
 
     embedding: Deviation | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models.build import build_model
 from models.rope import SCALINGS, Rope, normal_rope_scaling
-from tests.models.tiny import tiny_config
+from tests.models.tiny import tiny_config, tokens
 
 
 def shifted(frequencies_F: torch.Tensor, *, factor: float, by: float, power: int = 1):
@@ -44,3 +45,19 @@ def test_a_kind_of_ones_own_reaches_the_angles() -> None:
 def test_what_a_kind_does_not_read_is_refused(given: dict, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         normal_rope_scaling(given)
+
+
+def test_layers_turn_by_their_own_rope_and_share_equal_ones() -> None:
+    model = build_model(tiny_config("mixtral"), dtype=torch.float64)
+    assert len(model.ropes) == 1  # the angles of three layers are computed once
+    for layer, block in enumerate(model.layers):
+        block.attn.rope = Rope(16, (1e4, 100.0)[layer % 2])
+    model.ropes = {block.attn.rope.key: block.attn.rope for block in model.layers}
+    assert len(model.ropes) == 2
+    tokens_BL, positions_BL = tokens(model.config, 2, 9), torch.arange(9).expand(2, 9)
+    with torch.no_grad():
+        x_BLD = model.embed(tokens_BL)
+        for block in model.layers:
+            x_BLD, _ = block(x_BLD, block.attn.rope(positions_BL))
+        expected = model.head(model.norm(x_BLD))
+        assert torch.equal(model(tokens_BL, logits=True).logits, expected)

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from models.config import Strict
 from models.errors import UserError
+from moe.settings import Settings
 from training.config.load import PathText
 
 BUNDLED = "bundled:"
@@ -27,7 +27,7 @@ class DataError(UserError):
     """A mistake in the data or in the `data` section; its message is one line for the user."""
 
 
-class SourceConfig(Strict):
+class SourceConfig(Settings):
     """One named body of text."""
 
     path: PathText | list[PathText] | None = None
@@ -73,7 +73,7 @@ class SourceConfig(Strict):
         return self
 
 
-class DataConfig(Strict):
+class DataConfig(Settings):
     """What the model reads. Rows are a pure function of (seed, epoch, index): see docs/data.md."""
 
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = Field(
