@@ -37,7 +37,7 @@ from training.checkpoint.files import CheckpointError, Saver
 from training.checkpoint.weights import tokenizer_folder
 from training.config.build import Config, Plan, field_names, load_config, make_plan, write_resolved
 from training.config.load import ConfigError, read_words
-from training.config.validate import check_routers
+from training.config.validate import check_run
 from training.data import build_data, load_tokenizer
 from training.device import open_device, seed_all, setup_determinism
 from training.due import due_after
@@ -84,7 +84,7 @@ def prepare(config: Config, plan: Plan, world: World) -> RunState:
         data.load_state_dict(run.position)
     position = data.state_dict()
     steps = total_steps(config, data.rows_per_epoch, step=run.step, rows=position["rows"])
-    check_routers(config, steps)
+    check_run(config, steps)
 
     if world.main:  # only now: a refused start leaves the files of earlier ones alone
         write_resolved(config, run.folder / "config.yaml")
@@ -119,7 +119,7 @@ def prepare(config: Config, plan: Plan, world: World) -> RunState:
         steps=steps,
         position=position,
     )
-    if run.checkpoint is None and config.router.calibrate_bias:
+    if run.checkpoint is None and config.router.bias is not None and config.router.bias.calibrate:
         calibrate(state)
     log_run_header(state)
     return state
@@ -191,15 +191,9 @@ def evaluate(state: RunState) -> dict[str, float]:
     if on_schedule(model):  # what is exported has the K of the schedule's end
         with as_trained(model):
             metrics |= {f"{name}_current_k": value for name, value in measure().items()}
-    text = None
-    if settings.sample_prompt is not None:
-        text = sample_text(
-            model,
-            state.tokenizer,
-            settings.sample_prompt,
-            settings.sample_tokens,
-            world=state.world,
-        )
+    text, sample = None, settings.sample
+    if sample is not None:
+        text = sample_text(model, state.tokenizer, sample.prompt, sample.tokens, world=state.world)
     report_evaluation(state, metrics, text)
     return metrics
 

@@ -46,7 +46,7 @@ def without_free_slots(
         raise UserError(
             f"the layers have different numbers of experts ({told}), which {config.family} cannot "
             "say. Train on with router.end_steps, which brings them to one number before the last "
-            "steps, or with surgery.events that retire or clone the difference"
+            "steps, or with experts.events that retire or clone the difference"
         )
     return config.model_copy(update={"num_experts": most}), _Used(source, used, most)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from moe.settings import Settings, one_of
 
@@ -76,6 +76,14 @@ class _Bias(Settings):
     calibrate: bool = False
     """Set the bias by the first micro-batch of each process, averaged, before the first step: fresh
     routers start balanced. Another layout starts from another, equally good bias."""
+
+    @model_validator(mode="after")
+    def _moves(self) -> _Bias:
+        if self.freeze_at == 1 and not self.calibrate:
+            raise ValueError(
+                "freeze_at=1 never lets the bias move; allowed: 2 or more, or calibrate=true"
+            )
+        return self
 
 
 class QuantileBias(_Bias):
@@ -329,3 +337,91 @@ class RouterConfig(Settings):
             balance = None if bias is not None and bias.balances else GlobalBalance()
         known = {"score": self.score or score, "bias": bias, "balance": balance}
         return self.model_copy(update=known)
+
+
+def check_router(
+    router: RouterConfig,
+    *,
+    experts: int,
+    k: int,
+    groups: int = 1,
+    groups_kept: int = 1,
+    sums_to_one: bool = True,
+) -> None:
+    """Refuse what no router of this shape can do.
+
+    Args:
+        router: with nothing left to `auto`.
+        experts, k: experts of the layer, and of a token.
+        groups, groups_kept: of the group-limited selection.
+        sums_to_one: whether a token's gates are divided by their sum.
+
+    Raises:
+        ValueError: key, value, what is allowed.
+    """
+    choice = experts // groups * groups_kept
+    bias, rounding, top_k = router.bias, router.rounding, router.top_k
+    if bias is not None and choice <= k:
+        raise ValueError(
+            f"router.bias.kind={bias.kind} cannot balance anything: every token takes all {choice} "
+            "experts that it may choose from; allowed: router.bias=null"
+        )
+    if top_k is not None:
+        most = choice - isinstance(bias, QuantileBias)  # it looks at the next one too
+        if not k < top_k.start <= most:
+            raise ValueError(
+                f"router.top_k.start={top_k.start} must be above num_experts_per_tok={k} and at "
+                f"most the {most} experts that a token may choose from"
+            )
+    if rounding is not None and rounding.gates != "top_k":
+        if (rounding.gates == "rounded") != sums_to_one:
+            gates = "sum to 1" if sums_to_one else "do not sum to 1"
+            raise ValueError(
+                f"router.rounding.gates={rounding.gates}: the gates of a token {gates} in "
+                "evaluation and in an export; allowed: top_k, "
+                f"{'rounded' if sums_to_one else 'none'}"
+            )
+        if getattr(top_k, "soft", False):
+            raise ValueError(
+                f"router.rounding.gates={rounding.gates} makes gates anew, without those that "
+                "router.top_k.soft=true fades; allowed with it: top_k"
+            )
+    if rounding is not None and rounding.min_tiles == 0 and bias is router.balance is None:
+        raise ValueError(
+            "router.rounding.min_tiles=0 takes all tokens from an expert with less than half a "
+            "tile of them, and without balancing nothing brings it back; allowed: 1 or more, or a "
+            "router.balance or router.bias"
+        )
+    if isinstance(router.noise, ExpertDropout) and (groups_kept < groups or experts == k):
+        raise ValueError(
+            f"router.noise.probability={router.noise.probability:g} needs experts to choose from "
+            f"in every group; allowed with num_experts={experts}, num_experts_per_tok={k}, "
+            f"n_group={groups}, topk_group={groups_kept}: router.noise=null"
+        )
+    if isinstance(router.selection, SampledSelection):
+        for wrong, what, allowed in (
+            (router.score == "sqrtsoftplus", "router.score='sqrtsoftplus'", "softmax, sigmoid"),
+            (bias is not None, f"router.bias.kind={getattr(bias, 'kind', None)}", "null"),
+            (groups_kept < groups, f"topk_group={groups_kept}", f"{groups}"),
+            (experts == k, f"num_experts_per_tok={k}", f"below {experts}"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"router.selection.kind=sample does not go with {what}; allowed: {allowed}"
+                )
+    if isinstance(router.logits, Amplitudes) and router.score != "softmax":
+        raise ValueError(
+            f"router.logits.kind=amplitude has probabilities of its own, which router.score="
+            f"{router.score!r} does not give; allowed: softmax"
+        )
+    if router.capacity is not None:
+        if rounding is not None:
+            raise ValueError(
+                "router.capacity and router.rounding both decide how many tokens an expert gets; "
+                "with rounding give router.rounding.max_tiles"
+            )
+        if router.capacity.factor * k >= experts:
+            raise ValueError(
+                f"router.capacity.factor={router.capacity.factor:g} has no effect: no expert can "
+                f"get more than {experts / k:g} times the mean; allowed: below that"
+            )

@@ -17,7 +17,7 @@ The table is read when a value is checked: a file of your own adds a kind by `BI
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, SerializationInfo, ValidationError
@@ -58,26 +58,27 @@ class OneOf:
             return value
         if not isinstance(value, Mapping):
             kind = value if isinstance(value, str) and value in self.table else "…"
-            words = "".join(f"{word}, " for word in self.words)
-            text = f"must be {words}null or {{kind: {kind}, …}}"
-            raise PydanticCustomError("no_kind", "{text}", {"text": text})
+            words = "".join(f"{word} or " for word in self.words)
+            text = f"must be {words}a mapping: {{kind: {kind}, …}}"
+            raise PydanticCustomError("no_mapping", "{text}", {"text": text})
         kind = value.get("kind", self.default)
         if kind is None:
             having = self._having(*value) if value else []
             given = f" with {', '.join(value)}" if having else ""
             text = f"is missing; allowed{given}: {', '.join(having or self.table)}"
-            raise _error("no_kind", text, "kind", None)
+            raise _error("no_kind", text, "kind", None, having or self.table)
         chosen = self.table.get(kind) if isinstance(kind, str) else None
         if chosen is None:
             text = f"is unknown; allowed: {', '.join(self.table)}"
-            raise _error("unknown_kind", text, "kind", kind)
+            raise _error("unknown_kind", text, "kind", kind, self.table)
         unknown = [key for key in value if key not in chosen.model_fields]
         if unknown:
             has = [key for key in chosen.model_fields if key != "kind"]
             text = f"is no key of kind {kind}, which has {', '.join(has) or 'no other'}"
             if others := self._having(unknown[0]):
                 text += f"; it is one of kind {', '.join(others)}"
-            raise _error("unknown_key", text, unknown[0], value[unknown[0]])
+                raise _error("other_kind", text, unknown[0], value[unknown[0]], has)
+            raise _error("unknown_key", text, unknown[0], value[unknown[0]], has)
         return chosen.model_validate({"kind": kind, **value})
 
     def _having(self, *keys: str) -> list[str]:
@@ -85,9 +86,13 @@ class OneOf:
         return [kind for kind, found in self.table.items() if set(keys) <= {*found.model_fields}]
 
 
-def _error(name: str, text: str, key: str, given: Any) -> ValidationError:
-    """An error about one key of a value, whose text continues `place.key=given `."""
-    said = PydanticCustomError(name, "{text}", {"text": text})
+def _error(name: str, text: str, key: str, given: Any, names: Iterable[str]) -> ValidationError:
+    """An error about one key of a value, whose text continues `place.key=given `.
+
+    Args:
+        names: what would be right in its place, for whoever looks for the nearest.
+    """
+    said = PydanticCustomError(name, "{text}", {"text": text, "names": list(names)})
     details = InitErrorDetails(type=said, loc=(key,), input=given)
     return ValidationError.from_exception_data("settings", [details])
 

@@ -54,19 +54,17 @@ class TopKSchedule:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(
-                f"top_k_schedule={self.kind!r} is unknown; allowed: {', '.join(KINDS)}"
-            )
+            raise ValueError(f"top_k.kind={self.kind!r} is unknown; allowed: {', '.join(KINDS)}")
         if not 1 <= self.end < self.start:
             raise ValueError(
-                f"top_k_start={self.start} must be above num_experts_per_tok={self.end}, where the "
+                f"top_k.start={self.start} must be above num_experts_per_tok={self.end}, where the "
                 "schedule ends"
             )
         if self.kind == "steps":
             self._check_levels()
         elif self.ramp_steps < 1:
             raise ValueError(
-                f"top_k_ramp gives {self.ramp_steps} steps; K needs at least 1 to fall"
+                f"top_k.over gives {self.ramp_steps} steps; K needs at least 1 to fall"
             )
         if not self.soft:
             self._check_jumps()
@@ -75,16 +73,16 @@ class TopKSchedule:
         steps = [step for step, _ in self.levels]
         values = [self.start, *(k for _, k in self.levels)]
         if self.soft:
-            raise ValueError("soft_k=true has no values between the levels of top_k_schedule=steps")
+            raise ValueError("top_k.soft=true has no values between the levels of top_k.kind=steps")
         if not self.levels or steps != sorted(set(steps)) or steps[0] < 2:
             raise ValueError(
-                f"top_k_levels={[list(pair) for pair in self.levels]} must be [step, K] pairs with "
+                f"top_k.levels={[list(pair) for pair in self.levels]} must be [step, K] pairs with "
                 "ascending steps from 2 on"
             )
         if values != sorted(set(values), reverse=True) or values[-1] != self.end:
             raise ValueError(
-                f"top_k_levels={[list(pair) for pair in self.levels]} must fall from "
-                f"top_k_start={self.start} to num_experts_per_tok={self.end}"
+                f"top_k.levels={[list(pair) for pair in self.levels]} must fall from "
+                f"top_k.start={self.start} to num_experts_per_tok={self.end}"
             )
 
     def _check_jumps(self) -> None:
@@ -92,9 +90,9 @@ class TopKSchedule:
         for step, k in self.changes():
             if k < last * SMALLEST_RATIO - 1e-9 and k < last - 1:
                 raise ValueError(
-                    f"top_k_schedule={self.kind!r} drops K from {last} to {k} at step {step}: "
+                    f"top_k.kind={self.kind!r} drops K from {last} to {k} at step {step}: "
                     "the output jumps; allowed: to two thirds at once (levels like 16, 12, 8, "
-                    "6, 4), more steps (top_k_ramp), or soft_k=true"
+                    "6, 4), more steps (top_k.over), or top_k.soft=true"
                 )
             last = k
 

@@ -86,17 +86,17 @@ class ExpertParallelOptions:
                     f"parallel.{name}={value!r} is unknown; allowed: {', '.join(allowed)}"
                 )
         if self.chunks is not None and self.chunks < 1:
-            raise ParallelError(f"parallel.chunks={self.chunks} must be at least 1")
+            raise ParallelError(f"parallel.exchange.chunks={self.chunks} must be at least 1")
         if self.schedule == "pairwise":
             if self.chunks is not None:
                 raise ParallelError(
-                    f"parallel.chunks={self.chunks} has no effect with parallel.schedule=pairwise, "
-                    "whose steps are the other ranks; leave it out"
+                    f"parallel.exchange.chunks={self.chunks} has no effect with "
+                    "parallel.exchange.kind=pairwise, whose steps are the other ranks; leave it out"
                 )
             if self.transport != "collective":
                 raise ParallelError(
-                    f"parallel.transport={self.transport} already goes from rank to rank; allowed "
-                    "with parallel.schedule=pairwise: collective"
+                    f"parallel.exchange.transport={self.transport} already goes from rank to rank; "
+                    "allowed with parallel.exchange.kind=pairwise: collective"
                 )
 
     def check(self, plan: MeshPlan, device_type: str) -> None:
@@ -107,8 +107,8 @@ class ExpertParallelOptions:
         """
         if self.transport == "pull" and device_type != "cuda":
             raise ParallelError(
-                f"parallel.transport=pull needs CUDA devices, this run is on {device_type}; "
-                "allowed here: collective"
+                "parallel.exchange.transport=pull needs CUDA devices, this run is on "
+                f"{device_type}; allowed here: collective"
             )
         if plan.expert > 1 or plan.world == 1:
             return  # one process runs any layout's config
@@ -116,8 +116,8 @@ class ExpertParallelOptions:
         for name in ("chunks", "schedule", "payload", "transport"):
             if getattr(self, name) != getattr(default, name):
                 raise ParallelError(
-                    f"parallel.{name}={getattr(self, name)!r} has no effect while the experts are "
-                    "not split (parallel.expert is 1 here); leave it out"
+                    f"parallel.exchange.{name}={getattr(self, name)!r} has no effect while the "
+                    "experts are not split (parallel.expert is 1 here); leave it out"
                 )
 
 
@@ -133,8 +133,8 @@ def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | No
         dist.all_gather_object(hosts, socket.gethostname(), group=group)
         if len(set(hosts)) > 1:
             raise ParallelError(
-                "parallel.transport=pull needs all ranks of an expert group on one host, they are "
-                f"on {', '.join(sorted(set(hosts)))}; allowed here: collective"
+                "parallel.exchange.transport=pull needs all ranks of an expert group on one host, "
+                f"they are on {', '.join(sorted(set(hosts)))}; allowed here: collective"
             )
         return Pull(SymmetricMemory(group, mesh.device), group)
     return Pairwise(group) if options.schedule == "pairwise" else Collective(group)

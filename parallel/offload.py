@@ -51,13 +51,13 @@ class Offload:
         disk = [key for key, value in self.named() if value == "nvme"]
         if disk and self.path is None:
             raise ParallelError(
-                f"parallel.{disk[0]}=nvme needs parallel.offload_path: a folder on a local disk"
+                f"parallel.{disk[0]}=nvme needs parallel.offload.path: a folder on a local disk"
             )
         if self.path == "":
-            raise ParallelError("parallel.offload_path='' must name a folder on a local disk")
+            raise ParallelError("parallel.offload.path='' must name a folder on a local disk")
         if self.path is not None and not disk:
             raise ParallelError(
-                f"parallel.offload_path={self.path!r} has no effect without parallel.offload=nvme "
+                f"parallel.offload.path={self.path!r} has no effect without parallel.offload=nvme "
                 "or parallel.offload_weights=nvme; leave it out"
             )
 
@@ -68,7 +68,8 @@ class Offload:
     @property
     def asked(self) -> str | None:
         """The first setting that an engine has to honour, `key=value`; None: there is none."""
-        return next((f"parallel.{k}={v}" for k, v in self.named() if v != "none"), None)
+        asked = (place for _, place in self.named() if place != "none")
+        return next((f"parallel.offload.kind={place}" for place in asked), None)
 
     def check_folder(self) -> None:
         """ValueError if this machine has no such folder to write to, and cannot make it."""
@@ -91,7 +92,7 @@ class Disk:
                 pass
         except OSError as error:
             raise ParallelError(
-                f"parallel.offload_path={path!r} cannot be used: {error.strerror}; allowed: a "
+                f"parallel.offload.path={path!r} cannot be used: {error.strerror}; allowed: a "
                 "folder on a local disk that can be made and written"
             ) from None
 
@@ -115,7 +116,7 @@ class Disk:
                 file.unlink()
         except OSError as error:
             raise ParallelError(
-                f"parallel.offload_path={str(self.folder)!r}: {count * like.element_size():,} "
+                f"parallel.offload.path={str(self.folder)!r}: {count * like.element_size():,} "
                 f"bytes for optimizer state or weights: {error.strerror}"
             ) from None
         mapped.copy_(like.detach().reshape(-1))

@@ -46,7 +46,7 @@ python train.py configs/quickstart.yaml train.steps=50 run.name=try
 - Mistakes end with exit code 2 and one line before any model is built: an unknown key (with the
   nearest valid name), a wrong type, a combination that is impossible, and a setting that another
   setting makes useless. What the command line switches off, it switches off whole:
-  `eval.every_steps=null` is enough for a file that has `eval.sample_prompt`.
+  `eval.every_steps=null` is enough for a file that has `eval.sample.prompt`.
 - A leading `~` in a path is your home folder, in both places.
 
 The tables are made from the docstrings in the code by `python scripts/_config_docs.py`.

@@ -281,8 +281,8 @@ def verdict(options: argparse.Namespace, config: Config, plan: Plan, memory: Mem
 
 
 OFFLOADED = (
-    ["parallel.offload=cpu"],
-    ["parallel.offload=cpu", "parallel.offload_weights=cpu"],
+    ["parallel.offload.kind=cpu"],
+    ["parallel.offload.kind=cpu", "parallel.offload.weights=true"],
 )
 
 

@@ -34,8 +34,8 @@ from parallel.world import joined
 from scripts._command import bounded, command, make_parser
 from training.assemble import make_train_state
 from training.config.build import Config, ConfigError, Plan, field_names, load_config, make_plan
-from training.config.checks import refuse_sharded
 from training.config.load import first_line
+from training.config.validate import refuse_sharded
 from training.data.batch import Batch, make_batch
 from training.data.order import Row
 from training.report.window import read_window
@@ -68,8 +68,10 @@ def shrunk(config: Config) -> Config:
         update={"config": shrink(config.model.config), "init_from": None}
     )
     # Token rounding depends on which tokens a process has.
-    off = {"rounding": "none", "jitter": 0.0, "expert_dropout": 0.0, "sample_temperature": 0.0}
-    router = config.router.model_copy(update=off)
+    router, off = config.router, {"rounding": None, "noise": None}
+    if router.selection is not None and router.selection.kind == "sample":
+        off["selection"] = None
+    router = router.model_copy(update=off)
     return config.model_copy(update={"model": model, "router": router})
 
 
@@ -332,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"reduced model: hidden size {model.hidden_size}, {model.num_hidden_layers} layers, "
         f"{model.num_experts} experts, {model.num_experts_per_tok} per token; float32"
     )
-    if config.router.rounding != "none":
+    if config.router.rounding is not None:
         print("token rounding is left out: it depends on which tokens a process has")
     if plan.exchange.payload == "float8":
         print("payload=float8 rounds the rows that travel, and has wide tolerances of its own")

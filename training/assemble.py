@@ -20,6 +20,7 @@ from models.build import (
     start_routers,
 )
 from models.execution import apply_checkpointing, compile_blocks
+from moe.config import Rounding
 from moe.control import RouterControl, routers_of
 from moe.rounding import RoundingConfig
 from parallel import World
@@ -35,7 +36,6 @@ from training.checkpoint.files import (
     unreadable,
 )
 from training.checkpoint.weights import load_initial, refuse_loss
-from training.config.expert_checks import importance, start_experts, uses_families
 from training.config.export_compat import acting, last_acting_step
 from training.config.load import ConfigError
 from training.data.sources import store_tokenizers
@@ -47,6 +47,7 @@ from training.optim.schedule import learning_rate, top_k_schedule
 from training.out_of_memory import LastCounts
 from training.sparsity import Sparsity
 from training.step import TERMS, TrainState
+from training.surgery.checks import importance, start_experts, uses_families
 from training.surgery.importance import ExpertImportance
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from models.transformer import Decoder
     from parallel.engines.base import Engine
     from training.config.plan import Plan
-    from training.config.router import RouterConfig
     from training.config.sections import Config
     from training.data import TextTokenizer
     from training.run_state import RunState
@@ -85,80 +85,77 @@ def model_config(config: Config, tokenizer: TextTokenizer) -> ModelConfig:
     return given.model_copy(update=fill)
 
 
-def rounding(router: RouterConfig) -> RoundingConfig | None:
-    """Token rounding as the model wants it; None for plain top-K."""
-    if router.rounding == "none":
-        return None
-    return RoundingConfig(
-        variant=router.rounding,
-        tile=router.rounding_tile,
-        min_tiles=router.rounding_min_tiles,
-        max_tiles=router.rounding_max_tiles,
-        protect_top1=router.rounding_protect_top1,
-        renorm=router.rounding_renorm,
-        min_mean_tiles=router.rounding_min_mean_tiles,
-        dropped_grad=router.rounding_dropped_grad,
-    )
-
-
 def router_options(config: Config, architecture: ModelConfig, steps: int) -> dict[str, Any]:
     """Fields of `moe.MoEConfig` that say how this run routes, beyond what the family fixes.
 
     Args:
-        steps: of the whole run.
+        steps: of the whole run: what cannot be exported ends before the last `router.end_steps`.
     """
-    router = config.router
+    router, noise = config.router, config.router.noise
+    sampled = router.selection if _is(router.selection, "sample") else None
+    last_bias = last_acting_step(config, "router.bias", steps)
+    bias, gradient, capacity = router.bias, router.gradient, router.capacity
+    dropped = None if router.rounding is None else router.rounding.dropped
+    control = RouterControl(
+        bias_update="none" if bias is None else bias.kind,
+        bias_rate=getattr(bias, "rate", 1e-3),
+        bias_targets=_bias_targets(config),
+        bias_ema=getattr(bias, "ema", 0.0),
+        min_load=getattr(bias, "below", 0.25),
+        bias_freeze_at=None if bias is None else bias.freeze_at,
+        bias_anneal=None if last_bias is None else (last_bias - router.end_steps, last_bias),
+        keep_load=_is(router.balance, "lagged"),
+        ema=router.selection.decay if _is(router.selection, "ema") else None,
+        families_until=last_acting_step(config, "experts.copies", steps),
+        ema_until=last_acting_step(config, "router.selection", steps),
+        freeze_at=router.freeze_at,
+        capacity=None if capacity is None else capacity.factor,
+        capacity_drop="probability" if capacity is None else capacity.drop,
+        capacity_until=last_acting_step(config, "router.capacity", steps),
+        top_k=top_k_schedule(config, steps),
+        sample_until=None if sampled is None else sampled.until,
+        gradient="plain" if gradient is None else gradient.kind,
+        default_decay=next((o.decay for o in (gradient, dropped) if o is not None), 0.95),
+    )
     return {
         "score": router.score,
-        "selection_bias": architecture.has_selection_bias or router.bias_update != "none",
-        "rounding": rounding(router),
-        "sequence_stats": router.balance_coef > 0 and router.balance_scope == "sequence",
-        "jitter": router.jitter,
-        "expert_dropout": router.expert_dropout,
-        "sample_temperature": router.sample_temperature,
-        "amplitude": router.amplitude,
+        "selection_bias": architecture.has_selection_bias or bias is not None,
+        "rounding": _rounding(router.rounding),
+        "sequence_stats": _is(router.balance, "sequence"),
+        "jitter": noise.size if _is(noise, "jitter") else 0.0,
+        "expert_dropout": noise.probability if _is(noise, "dropout") else 0.0,
+        "sample_temperature": 0.0 if sampled is None else sampled.temperature,
+        "amplitude": router.logits is not None,
         "start_experts": start_experts(config),
         "importance": importance(config),
         "families": uses_families(config),
-        "control": router_control(config, steps),
+        "control": control,
     }
 
 
-def router_control(config: Config, steps: int) -> RouterControl:
-    """The state of the routers and how it changes between steps.
+def _is(option: Any, kind: str) -> bool:
+    return option is not None and option.kind == kind
 
-    Args:
-        steps: of the whole run: what cannot be exported ends before the last `router.end_steps`.
-    """
-    router = config.router
-    last_bias = last_acting_step(config, "router.bias_update", steps)
-    return RouterControl(
-        bias_update=router.bias_update,
-        bias_rate=router.bias_rate,
-        bias_targets=_bias_targets(config),
-        bias_ema=router.bias_ema,
-        min_load=router.min_load,
-        bias_freeze_at=router.bias_freeze_at,
-        bias_anneal=None if last_bias is None else (last_bias - router.end_steps, last_bias),
-        keep_load=router.balance_scope == "lagged" and router.balance_coef > 0,
-        ema=router.ema,
-        families_until=last_acting_step(config, "surgery.clone", steps),
-        ema_until=last_acting_step(config, "router.ema", steps),
-        freeze_at=router.freeze_at,
-        capacity=router.capacity_factor,
-        capacity_drop=router.capacity_drop,
-        capacity_until=last_acting_step(config, "router.capacity_factor", steps),
-        top_k=top_k_schedule(config, steps),
-        sample_until=router.sample_until,
-        gradient=router.gradient,
-        default_decay=router.default_decay,
+
+def _rounding(given: Rounding | None) -> RoundingConfig | None:
+    if given is None:
+        return None
+    return RoundingConfig(
+        variant=given.to,
+        tile=given.tile,
+        min_tiles=given.min_tiles,
+        max_tiles=given.max_tiles,
+        protect_top1=given.protect_top1,
+        renorm={"top_k": "tc", "rounded": "tr", "none": "none"}[given.gates],
+        min_mean_tiles=given.min_mean_tiles,
+        dropped_grad="none" if given.dropped is None else "default",
     )
 
 
 def _bias_targets(config: Config) -> tuple[float, ...] | None:
     """Shares of the tokens that give every expert the same arithmetic; None: all the same."""
-    router, widths = config.router, config.model.config.moe_expert_widths
-    if router.balance_load == "tokens" or router.bias_update == "none":
+    balance, widths = config.router.balance, config.model.config.moe_expert_widths
+    if config.router.bias is None or getattr(balance, "load", "tokens") == "tokens":
         return None
     return tuple(1 / width for width in widths)
 

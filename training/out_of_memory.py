@@ -58,7 +58,7 @@ def routing_spread(counts_LE: Tensor) -> str:
     mean, worst = counts_LE.mean().item(), counts_LE.max().item()
     layer, expert = divmod(int(counts_LE.argmax()), counts_LE.shape[1])
     ratio = worst / mean if mean else 0.0
-    skewed = "; routing is skewed, so a larger router.balance_coef lowers the peak too"
+    skewed = "; routing is skewed, so a larger router.balance.coef lowers the peak too"
     return (
         f". Tokens per expert of the last micro-batch: max {worst:.0f} (MoE layer {layer}, "
         f"expert {expert}), mean {mean:.0f}, max/mean {ratio:.2f}" + skewed * (ratio > 2)

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from moe.layer import MoE
 from moe.sparse.dynamic import DynamicMask, MaskSchedule
-from training.config.export_compat import mask_steps
 from training.config.load import ConfigError
 from training.follower import Follower
 
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
 
 def mask_schedule(config: Config, steps: int) -> MaskSchedule:
     """The masks of a run of so many steps."""
-    train = config.train
-    start, end, until = mask_steps(config, steps)
+    masks = config.train.sparsity
+    start, end, until = masks.steps(steps)
     return MaskSchedule(
-        density=train.sparse_density,
-        every=train.sparse_every,
+        density=masks.density,
+        every=masks.every,
         start=start,
         end=end,
-        block=train.sparse_block,
-        method=train.sparse_method,
-        regrow=train.sparse_regrow,
+        block=masks.block,
+        method=masks.kind,
         until=until,
+        **({"regrow": masks.regrow} if masks.kind == "regrow" else {}),
     )
 
 
@@ -77,7 +76,7 @@ class Sparsity(Follower):
         config: Config, model: Decoder, optimizer: Engine, device: torch.device, steps: int
     ) -> Sparsity | None:
         """None where no masks are asked for."""
-        if config.train.sparse_density is None:
+        if config.train.sparsity is None:
             return None
         return Sparsity(model, optimizer, mask_schedule(config, steps))
 
@@ -147,7 +146,7 @@ class Sparsity(Follower):
     def start_late(self, checkpoint: Path, step: int) -> None:
         if step >= self.schedule.last:
             raise ConfigError(
-                f"train.sparse_density is set, but {checkpoint} at step {step} has no masks and "
-                f"the last one is made after step {self.schedule.last}; give a train.sparse_until "
-                f"above {step}"
+                f"train.sparsity is set, but {checkpoint} at step {step} has no masks and the last "
+                f"one is made after step {self.schedule.last}; give a train.sparsity.until above "
+                f"{step}"
             )

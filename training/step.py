@@ -41,8 +41,8 @@ from training.graph import Launch, launch_now
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
+    from moe.config import RouterConfig
     from parallel.engines.base import Engine, Outcome
-    from training.config.router import RouterConfig
     from training.data import Batch
 
 F = TypeVar("F", bound=Follower)
@@ -142,7 +142,7 @@ def train_step(state: TrainState, batches: Sequence[Batch], totals: StepTotals) 
     applied = 1 - outcome.skipped
     if stats is not None:
         stats = _over_processes(stats, state.world)
-        if not state.router.balance_coef:  # nothing but a number to watch: that of the whole step
+        if state.router.balance is None:  # nothing but a number to watch: that of the whole step
             optimizer.terms[TERMS.index("balance_loss")] = balance_loss(stats).mean()
         if needs_update(state.model):
             update_routers(state.model, stats, step=state.step, applied=applied)
@@ -187,7 +187,7 @@ def forward_backward(
     optimizer.zero_grad()
     work_LE = relative_work(model, router, state.device)
     # Without a loss that compares with a load, none has to be found.
-    scope = router.balance_scope if router.balance_coef else "micro"
+    scope = "micro" if router.balance is None else router.balance.kind
     load_LE = load_before(model, batches, scope, state.world)
     stats: RouterStats | None = None
     for number, batch in enumerate(batches, 1):
@@ -236,12 +236,13 @@ def router_losses(
     layers = stats.tokens.shape[0]
     if work_LE is not None:
         load_LE = (stats.counts_E if load_LE is None else load_LE).detach() * work_LE
-    by_sequence = router.balance_scope == "sequence"
-    coef = "sequence_coef" if by_sequence else "balance_coef"
+    balance = router.balance
+    by_sequence = balance is not None and balance.kind == "sequence"
+    coef = 0.0 if balance is None else balance.coef
     auxiliary = auxiliary_loss(
         stats,
         step_tokens=step_tokens,
-        **{coef: router.balance_coef / layers},
+        **{"sequence_coef" if by_sequence else "balance_coef": coef / layers},
         z_coef=router.z_coef / layers,
         counts_E=load_LE,
     )
@@ -254,7 +255,7 @@ def router_losses(
 
 def relative_work(model: nn.Module, router: RouterConfig, device: torch.device) -> Tensor | None:
     """What a token costs each expert [L, E], where arithmetic is balanced; None for tokens."""
-    if router.balance_load != "flops":
+    if getattr(router.balance, "load", "tokens") != "flops":
         return None
     widths = tuple(router.config.expert_widths for router in routers_of(model))
     return flop_weights(widths, device)

@@ -58,16 +58,14 @@ def resolve_engine(name: str, plan: MeshPlan, offload: Offload | None = None) ->
 
 def _check_fsdp2(offload: Offload) -> None:
     if "nvme" in (offload.state, offload.weights):
-        wanted = next(f"{key}={value}" for key, value in offload.named() if value == "nvme")
         raise ParallelError(
-            f"parallel.{wanted} needs parallel.engine=deepspeed (or auto); allowed with "
-            "parallel.engine=fsdp2: offload=cpu with offload_weights=cpu"
+            f"{offload.asked} needs parallel.engine=deepspeed (or auto); allowed with "
+            "parallel.engine=fsdp2: parallel.offload={kind: cpu, weights: true}"
         )
     if offload.state != offload.weights:
         raise ParallelError(
             f"{offload.asked} alone needs parallel.engine=deepspeed (or auto): the weights of "
-            "fsdp2 are its master weights; it can do parallel.offload=cpu together with "
-            "parallel.offload_weights=cpu"
+            "fsdp2 are its master weights; it can do parallel.offload={kind: cpu, weights: true}"
         )
 
 

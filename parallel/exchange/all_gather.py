@@ -109,8 +109,8 @@ class Whole:
         K = routing.slots_per_token
         if K is None:
             raise ParallelError(
-                "parallel.schedule=whole needs equally many experts for every token; allowed for "
-                "this routing: all, pairwise"
+                "parallel.exchange.kind=all_gather needs equally many experts for every token; "
+                "allowed for this routing: all_to_all, pairwise"
             )
         T, others = rows_TD.shape[0], self.ranks - 1
         tokens_N = self.tokens(T)

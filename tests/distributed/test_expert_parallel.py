@@ -530,4 +530,6 @@ def test_experts_must_divide():
 
 def test_whole_refuses_tokens_with_unequal_numbers_of_experts(results):
     for result in results:
-        assert "parallel.schedule=whole needs equally many experts" in result["ragged whole"]
+        assert (
+            "parallel.exchange.kind=all_gather needs equally many experts" in result["ragged whole"]
+        )

@@ -26,9 +26,13 @@ LAYOUTS = {
         ("parallel.expert=4 parallel.expert_placement=within_node", 1),
         ("parallel.nodes=2 parallel.expert=2 parallel.engine=deepspeed", 3),
         ("parallel.expert=2 parallel.expert_placement=within_node parallel.engine=deepspeed", 1),
-        ("parallel.nodes=2 parallel.expert=2 router.gradient=default train.checkpointing=full", 1),
         (
-            "parallel.expert=2 parallel.expert_placement=within_node router.gradient=default "
+            "parallel.nodes=2 parallel.expert=2 router.gradient.kind=default "
+            "train.checkpointing=full",
+            1,
+        ),
+        (
+            "parallel.expert=2 parallel.expert_placement=within_node router.gradient.kind=default "
             "parallel.engine=deepspeed",
             1,
         ),

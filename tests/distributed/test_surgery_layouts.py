@@ -14,14 +14,14 @@ from training.checkpoint.files import read_weights
 from training.report.files import read_lines, read_metrics
 
 EVENTS = (
-    "surgery.events=[{step: 2, kind: clone, layer: 0}, {step: 3, kind: retire, layer: 0}, "
+    "experts.events=[{step: 2, kind: clone, layer: 0}, {step: 3, kind: retire, layer: 0}, "
     "{step: 3, kind: revive, layer: 1, expert: 3, slot: 1}, {step: 5, kind: clone, layer: 1}, "
     "{step: 6, kind: retire, layer: 1, expert: 0}]"
 )
 WORDS = (
     "model.num_experts=6",
-    "surgery.start_experts=4",
-    "surgery.importance=gate_mass",
+    "experts.start=4",
+    "experts.importance.kind=gate_mass",
     EVENTS,
     "train.steps=8",
     "train.micro_batch_size=1",

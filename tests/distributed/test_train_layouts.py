@@ -28,7 +28,7 @@ LAYOUTS = {  # name → processes, overrides
     "c17 one process, fsdp2": (1, ("parallel.engine=fsdp2",)),
     "c17 one process, deepspeed offloading": (
         1,
-        ("parallel.engine=deepspeed", "parallel.offload=cpu", "parallel.offload_weights=cpu"),
+        ("parallel.engine=deepspeed", "parallel.offload.kind=cpu", "parallel.offload.weights=true"),
     ),
 }
 if importlib.util.find_spec("deepspeed") is None:
@@ -39,8 +39,8 @@ if importlib.util.find_spec("deepspeed") is None:
 def train(config: Path, folder: Path, name: str, world: int, *overrides: str) -> None:
     fixed = [f"run.name={name}", f"train.steps={STEPS}", "train.micro_batch_size=2"]
     fixed += [f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=null"]
-    fixed += ["eval.every_steps=8", "eval.rows=6", "eval.sample_prompt=the whale"]
-    fixed += ["eval.sample_tokens=5"]
+    fixed += ["eval.every_steps=8", "eval.rows=6", "eval.sample.prompt=the whale"]
+    fixed += ["eval.sample.tokens=5"]
     group = start_training([str(config), *fixed, *overrides], world=world, folder=folder)
     codes = group.wait(200)
     assert codes == [0] * world, group.output()

@@ -128,10 +128,11 @@ def test_two_processes_equal_one_and_take_over_from_each_other(config, tmp_path)
 def test_experts_are_revived_and_routers_learn_of_others_where_experts_are_split(config, tmp_path):
     """Experts over two processes: the events and the curve of one process."""
     words = (
-        "router.revive_after=1",
+        "experts.policy.kind=revive",
+        "experts.policy.after=1",
         "model.init.router=5",
         "model.init.embedding=0.02",
-        "router.gradient=default",
+        "router.gradient.kind=default",
     )
     words += ("train.steps=6", "log.every_steps=1")
     runs = [tmp_path / f"runs/of{world}" for world in (1, 2)]
@@ -232,7 +233,11 @@ def test_initial_weights_bring_the_average_that_routes(config, tmp_path, engine)
     theirs = build_model(model, seed=5, control=RouterControl(ema=0.9))
     for router in routers_of(theirs):
         router.weight_ema.mul_(3)
-    words = [f"model.init_from={save_weights(theirs, tmp_path / 'source')}", "router.ema=0.9"]
+    words = [
+        f"model.init_from={save_weights(theirs, tmp_path / 'source')}",
+        "router.selection.kind=ema",
+        "router.selection.decay=0.9",
+    ]
     words += ["router.exportable=false", "optim.lr=1e-30", "optim.warmup_steps=0", "train.steps=1"]
     words += ["run.name=next", f"parallel.engine={engine}", "train.micro_batch_size=1"]
     group = start_training([str(config), *words], world=2, folder=tmp_path)

@@ -92,9 +92,9 @@ def test_scaling_of_olmoe_over_one_two_and_four(tmp_path):
     size = "data.seq_len=64" if CPU else "data.seq_len=4096"
     alone: dict[str, float] = {}
     for nproc in (1, 2, 4):
-        split = [*HALVES, "parallel.schedule=whole"] if nproc > 1 else []
+        split = [*HALVES, "parallel.exchange.kind=all_gather"] if nproc > 1 else []
         if split and not CPU:
-            split.append("parallel.transport=pull")
+            split.append("parallel.exchange.transport=pull")
         for routing in ("real", "balanced"):
             # On a CPU the exchange takes the cores of the products.
             measured = nproc > 1 and routing == "real" and not CPU
@@ -137,7 +137,7 @@ def torchrun(folder: Path, name: str, nproc: int, *words: str) -> subprocess.Pop
     settings = [
         "train.py", "configs/quickstart.yaml", f"run.name={name}", f"run.dir={folder / 'runs'}",
         f"train.steps={STEPS}", "optim.warmup_steps=2", f"checkpoint.every_steps={SAVED}",
-        "checkpoint.keep_last=null", "eval.every_steps=null", "eval.sample_prompt=null",
+        "checkpoint.keep_last=null", "eval.every_steps=null", "eval.sample=null",
         "log.every_steps=1", "train.global_batch_size=8", "train.micro_batch_size=1",
         "train.dtype=float32", "train.compile=false",
     ]  # fmt: skip

@@ -152,17 +152,17 @@ def test_a_large_layer_equals_one_gpu(capsys):
 
 LAYOUTS = [
     ["parallel.nodes=2", "parallel.expert=2"],
-    ["parallel.nodes=2", "parallel.expert=2", "parallel.transport=pull"],
+    ["parallel.nodes=2", "parallel.expert=2", "parallel.exchange.transport=pull"],
     ["parallel.nodes=1", "parallel.expert=2", "parallel.expert_placement=within_node"],
     ["parallel.nodes=1", "parallel.expert=1"],
-    ["parallel.engine=fsdp2", "parallel.offload=cpu", "parallel.offload_weights=cpu"],
+    ["parallel.engine=fsdp2", "parallel.offload.kind=cpu", "parallel.offload.weights=true"],
 ]
 if importlib.util.find_spec("deepspeed"):
     LAYOUTS += [
         ["parallel.engine=deepspeed", "parallel.nodes=2", "parallel.expert=2"],
-        ["parallel.nodes=1", "parallel.expert=1", "parallel.offload=cpu"],
-        ["parallel.nodes=2", "parallel.expert=2", "parallel.offload=nvme",
-         "parallel.offload_weights=cpu", "parallel.offload_path=/tmp/tessera_disk"],
+        ["parallel.nodes=1", "parallel.expert=1", "parallel.offload.kind=cpu"],
+        ["parallel.nodes=2", "parallel.expert=2", "parallel.offload.kind=nvme",
+         "parallel.offload.weights=true", "parallel.offload.path=/tmp/tessera_disk"],
     ]  # fmt: skip
 
 

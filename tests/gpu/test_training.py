@@ -162,7 +162,7 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
         assert torch.equal(replayed_state[name], tensor), name
 
 
-GRAPH = ("train.cuda_graph=true", "router.balance_scope=lagged")
+GRAPH = ("train.cuda_graph=true", "router.balance.kind=lagged")
 NARROW = ("optim.weights=bfloat16", "optim.moments=bfloat16")
 ONE = ("train.micro_batch_size=4",)
 

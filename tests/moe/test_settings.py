@@ -37,8 +37,8 @@ def test_what_is_dumped_is_read_again():
         ({"bias": {"kind": ["sign"]}}, "bias.kind", "is unknown; allowed: quantile, sign, min"),
         ({"bias": {"rate": 1.0}}, "bias.kind", "is missing; allowed with rate: sign, min_load"),
         ({"bias": {}}, "bias.kind", "is missing; allowed: quantile, sign, min_load"),
-        ({"bias": "sign"}, "bias", "must be auto, null or {kind: sign, …}"),
-        ({"bias": [3]}, "bias", "must be auto, null or {kind: …, …}"),
+        ({"bias": "sign"}, "bias", "must be auto or a mapping: {kind: sign, …}"),
+        ({"bias": [3]}, "bias", "must be auto or a mapping: {kind: …, …}"),
         (
             {"bias": {"kind": "quantile", "rate": 1.0}},
             "bias.rate",

@@ -23,10 +23,14 @@ def small(config: Path, folder: Path) -> list[str]:
     if own.get("family") in ("qwen3_moe", "glm4_moe"):
         inner = "moe_intermediate_size"
     more = []
-    if "surgery" in given:  # the same changes, in fewer steps
-        more = ["surgery.every=2", "surgery.cooldown=1", "surgery.min_experts=4"]
-        for number in range(len(given["surgery"]["events"])):
-            more.append(f"surgery.events.{number}.step={2 * number + 1}")
+    if "experts" in given:  # the same changes, in fewer steps
+        more = [
+            "experts.policy.every=2",
+            "experts.policy.cooldown=1",
+            "experts.policy.min_experts=4",
+        ]
+        for number in range(len(given["experts"]["events"])):
+            more.append(f"experts.events.{number}.step={2 * number + 1}")
     widths = own.get("moe_expert_widths")
     most = widths and max(widths)
     return [
@@ -61,8 +65,7 @@ def small(config: Path, folder: Path) -> list[str]:
         "checkpoint.keep_last=3",
         "eval.every_steps=6",
         "eval.rows=8",
-        "eval.sample_prompt=null",
-        "eval.sample_tokens=64",
+        "eval.sample=null",
         "log.plots=false",
         "log.every_steps=6",
     ]
@@ -116,18 +119,18 @@ def test_an_arm_trains_and_is_exported_or_refused(arm, inputs, script, tmp_path,
     base, words = ARMS[arm]
     # rounding in micro-batches of 64 tokens: the same mean tiles for each of the 32 experts
     tiles = [
-        f"router.rounding_tile={int(word.partition('=')[2]) * 64 // 8192}"
+        f"router.rounding.tile={int(word.partition('=')[2]) * 64 // 8192}"
         for word in words
-        if word.startswith("router.rounding_tile")
+        if word.startswith("router.rounding.tile")
     ]
     early = {}  # what happens at certain steps happens within three
-    if any(word.startswith("router.sample_until") for word in words):
-        early["router.sample_until"] = 2
-    if any(word.startswith("train.sparse_density") for word in words):
-        early = {"train.sparse_start": 1, "train.sparse_every": 1, "train.sparse_end": 1}
-        early |= {"train.sparse_until": 2, "train.sparse_block": 4}
+    if any(word.startswith("router.selection.until") for word in words):
+        early["router.selection.until"] = 2
+    if any(word.startswith("train.sparsity") for word in words):
+        early = {"train.sparsity.start": 1, "train.sparsity.every": 1, "train.sparsity.end": 1}
+        early |= {"train.sparsity.until": 2, "train.sparsity.block": 4}
     given_steps = [f"{key}={step}" for key, step in early.items()]
-    steps = 20 if "router.top_k_schedule=geometric" in words else 3
+    steps = 20 if "router.top_k.kind=geometric" in words else 3
     here = [f"run.dir={tmp_path}", "run.name=arm", f"train.steps={steps}", "eval.every_steps=null"]
     given = [*small(base, inputs), *words, *tiles, *given_steps, *here, "eval.rows=128"]
     assert train.main([str(base), *given]) == 0
@@ -142,5 +145,6 @@ def test_an_arm_trains_and_is_exported_or_refused(arm, inputs, script, tmp_path,
     assert ended.value.code == 2
     told = capsys.readouterr().err
     keys = [word.partition("=")[0] for word in words if word != "router.exportable=false"]
-    assert any(f"({key})" in told for key in keys), told
+    options = {key.removesuffix(".kind") for key in keys}
+    assert any(f"({option})" in told for option in options), told
     assert not target.exists()

@@ -176,7 +176,7 @@ def test_a1_the_first_command_runs_in_a_fresh_process_on_the_card(tmp_path):
         [
             sys.executable, ROOT / "train.py", "configs/quickstart.yaml", "train.steps=2",
             "train.compile=false", f"run.dir={tmp_path}", "eval.every_steps=null",
-            "eval.sample_prompt=null", "log.plots=false",
+            "eval.sample=null", "log.plots=false",
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip

@@ -87,7 +87,7 @@ def test_every_sweep_of_the_repository_is_valid(path, sweep):
 def test_equal_flops(sweep, tiny_sweep):
     """8 steps with 2 experts each cost what fewer steps with 4 to 2 experts cost."""
     values = yaml.safe_load(tiny_sweep.read_text())
-    ramp = ["router.top_k_schedule=linear", "router.top_k_start=4"]
+    ramp = ["router.top_k.kind=linear", "router.top_k.start=4"]
     values |= {"settings": ["train.steps=1000"], "arms": {"weak": [], "wide": ramp}}
     path = tiny_sweep.parent / "equal.yaml"
     path.write_text(yaml.safe_dump(values | {"equal_flops": ["wide"]}))
@@ -112,7 +112,7 @@ def tiny_sweep(tmp_path_factory) -> Path:
                 "base": "config.yaml",
                 "control": "weak",
                 "settings": ["train.steps=4"],
-                "arms": {"weak": [], "strong": ["router.balance_coef=1"]},
+                "arms": {"weak": [], "strong": ["router.balance.coef=1"]},
                 "seeds": [0, 1],
             }
         )
@@ -126,7 +126,7 @@ def test_a_sweep_of_real_runs(sweep, tiny_sweep, tmp_path, capsys):
     values = yaml.safe_load(tiny_sweep.read_text())
     values["arms"] = {
         "weak": [],
-        "none": ["router.balance_coef=0"],
+        "none": ["router.balance=null"],
         # infinite weights in the first step, and a run that stops then
         "fails": ["optim.lr=1e38", "optim.on_nonfinite=stop"],
     }

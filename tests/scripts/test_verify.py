@@ -16,7 +16,7 @@ from training.config.build import ConfigError, load_config
 def test_a_layout_is_equal_to_one_process(capsys):
     arguments = ["configs/quickstart.yaml", "--nproc", "2", "parallel.nodes=2",
                  "parallel.expert=2", "run.device=cpu",
-                 "router.balance_scope=global", "--timeout", "200"]  # fmt: skip
+                 "router.balance.kind=global", "--timeout", "200"]  # fmt: skip
     assert verify.main(arguments) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     assert "experts split over 2 (across_nodes)" in out
@@ -38,7 +38,7 @@ def test_a_layout_is_equal_to_one_process(capsys):
         (["parallel.expret=2"], "did you mean parallel.expert?"),
         (["parallel.nodes=3"], r"parallel\.nodes=3 does not divide the 4 processes"),
         (["parallel.nodes=two"], r"parallel\.nodes='two'"),
-        (["parallel.schedule=ring"], r"parallel\.schedule='ring'"),
+        (["parallel.exchange.kind=ring"], r"parallel\.schedule='ring'"),
         (["model.hidden_sise=3"], "hidden_sise"),
         (["--nproc", "0"], "--nproc: 0 must be at least 2"),
         (["--nproc", "1"], "--nproc: 1 must be at least 2"),
@@ -149,7 +149,7 @@ def test_every_difference_is_seen():
 def test_float8_has_tolerances_that_a_broken_one_exceeds(capsys, monkeypatch):
     arguments = ["configs/quickstart.yaml", "--nproc", "2", "parallel.nodes=2",
                  "parallel.expert=2", "run.device=cpu",
-                 "parallel.payload=float8", "--timeout", "200"]  # fmt: skip
+                 "parallel.exchange.payload=float8", "--timeout", "200"]  # fmt: skip
     assert verify.main(arguments) == 0, capsys.readouterr().out
     assert re.search("gradient (experts|others)", capsys.readouterr().out)
     monkeypatch.setattr(verify, "as_layout", _as_layout_with_large_rows)

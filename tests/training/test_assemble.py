@@ -59,7 +59,12 @@ def test_averaged_router_weights_go_on_or_start_at_the_weight(tmp_path, source):
         export_hf(theirs, folder)
     else:
         folder = save_weights(theirs, tmp_path / "source")
-    words = [f"model.init_from={folder}", "router.ema=0.9", "router.exportable=false"]
+    words = [
+        f"model.init_from={folder}",
+        "router.selection.kind=ema",
+        "router.selection.decay=0.9",
+        "router.exportable=false",
+    ]
     config = load_config(file, words)
     plan = make_plan(config, cuda=False)
     ours = make_train_state(config, architecture, plan, World(), CPU, steps=8).model

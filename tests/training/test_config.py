@@ -98,8 +98,8 @@ MISTAKES = [
     ("optim.lr=null", "optim.lr=null must be a number"),
     ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of exactly 2"),
     ("optim.betas=[0.9, 1]", "optim.betas.1=1 must be a number < 1"),
-    ("log.wandb=on", "log.wandb='on' must be one of 'off', 'offline' or 'online'"),
-    ("router.bias_update=quantil", "'quantile' or 'min_load'; did you mean quantile?"),
+    ("log.wandb.mode=on", "log.wandb.mode='on' must be one of 'offline' or 'online'"),
+    ("router.bias.kind=quantil", "='quantil' is unknown; allowed: quantile, sign, min_load; did "),
     (
         "data.sources=a.txt",
         "data.sources='a.txt' must be a list of mappings, for example [{path: a",
@@ -132,162 +132,206 @@ MISTAKES = [
         "data.sources.0.split='train' is read only with hub",
     ),
     (
-        "model.moe_expert_widths=[32,8,8,8,8,8,8,4] router.revive_after=5",
-        "router.revive_after=5 takes all experts for equally wide, which they are not with "
-        "model.moe_expert_widths; allowed: empty",
+        "model.moe_expert_widths=[32,8,8,8,8,8,8,4] experts.policy.kind=revive",
+        "experts.policy.kind='revive' takes all experts for equally wide, which they are not with "
+        "model.moe_expert_widths; allowed: experts.policy=null",
     ),
     (
-        "surgery.policy=replace train.sparse_density=0.5",
-        "train.sparse_density=0.5 does not go with experts that come and go (surgery); allowed: "
-        "empty",
+        "experts.policy.kind=replace train.sparsity.density=0.5",
+        "train.sparsity does not go with experts that come and go (experts); allowed: null",
     ),
     ("data.seq_len=512", "data.seq_len=512 must not exceed model.max_position_embeddings=256"),
     ("model.hf_config=nowhere", "model.hf_config='nowhere': there is no file"),
     ("model.init_from=nowhere", "model.init_from='nowhere': there is no file"),
-    ("model.kernels=spmm model.save=x", "model.save='x' does not go with model.kernels='spmm'"),
-    ("model.kernels=spmm model.moe_intermediate_size=24", "must be a multiple of 16"),
-    ("router.rounding=nearest", "gives an expert 1 tiles of router.rounding_tile=128"),
     (
-        "router.rounding=nearest router.rounding_max_tiles=1",
-        "rounding_max_tiles=1 must be a number",
+        "router.rounding.to=nearest router.rounding.max_tiles=1",
+        "router.rounding.max_tiles=1 must be a number",
     ),
-    ("router.rounding=up router.rounding_tile=1", "router.rounding_tile=1 has no effect"),
     (
-        "router.rounding=up router.rounding_tile=16 router.rounding_min_tiles=40",
-        "router.rounding_min_tiles=40 is more than an expert can get",
+        "router.rounding.to=up router.rounding.tile=1",
+        "router.rounding.tile=1 must be a whole number >= 2",
     ),
-    # settings that another setting makes useless
-    ("router.rounding_tile=64", "router.rounding_tile=64 has no effect while router.rounding=none"),
-    ("router.rounding_protect_top1=true", "has no effect while router.rounding=none"),
+    # keys of an option that is null, of another kind, or of none
+    ("router.rounding.tile=64", "router.rounding.to is missing"),
+    ("router.rounding.til=64 router.rounding.to=up", "did you mean router.rounding.tile?"),
+    ("router.bias.rate=0.1", "router.bias.kind is missing; allowed with rate: sign, min_load"),
     (
-        "router.capacity_factor=4.5 router.end_steps=2",
+        "router.bias={kind: sign, rat: 0.1}",
+        "unknown key router.bias.rat=0.1; did you mean router.bias.rate?",
+    ),
+    (
+        "router.bias={kind: sign, zz: 0.1}",
+        "unknown key router.bias.zz=0.1; valid names in router.bias: freeze_at, calibrate, rate",
+    ),
+    (
+        "router.bias.kind=quantile router.bias.rate=0.1",
+        "router.bias.rate=0.1 is no key of kind quantile, which has freeze_at, calibrate, ema; it "
+        "is one of kind sign, min_load",
+    ),
+    ("router.selection.kind=ema", "router.selection.decay is missing"),
+    ("router.selection.decay=0.9", "router.selection.kind is missing; allowed with decay: ema"),
+    ("router.bias=quantile", "router.bias='quantile' must be auto or a mapping: {kind: quantile"),
+    ("router.balance.kind=sequence router.balance.load=flops", "one of kind global, lagged, micro"),
+    ("eval.sample=Hello", "eval.sample='Hello' must be null or a mapping of its keys: prompt, "),
+    ("optim.kind=adam", "optim.kind='adam' is unknown; allowed: adamw; did you mean adamw?"),
+    ("router.bias_update=sign", "unknown key router.bias_update='sign'; did you mean router.bias?"),
+    ("model.top_k=2", "did you mean model.num_experts_per_tok?"),
+    (
+        "router.capacity.factor=4.5 router.end_steps=2",
         "no expert can get more than 4 times",
     ),
-    ("router.capacity_factor=1.5 router.end_steps=2 router.rounding=nearest", "both decide"),
-    ("router.sample_temperature=1 model.num_experts_per_tok=8", "does not go with num_experts_per"),
+    ("router.capacity.factor=1.5 router.end_steps=2 router.rounding.to=nearest", "both decide"),
     (
-        "router.sample_temperature=1 router.bias_update=sign router.exportable=false",
-        "with router.bias_update='sign'",
-    ),
-    ("router.expert_dropout=0.5 model.num_experts_per_tok=8", "router.expert_dropout=0.5 needs"),
-    ("router.freeze_at=1 optim.router_lr_multiplier=0.5", "freezes the routers before the first"),
-    (
-        "router.freeze_at=1 router.gradient=default",
-        "router.gradient='default' has no effect once router.freeze_at=1",
+        "router.selection.kind=sample router.selection.temperature=1 model.num_experts_per_tok=8",
+        "does not go with num_experts_per",
     ),
     (
-        "router.rounding=nearest router.rounding_min_tiles=0 router.balance_coef=0",
-        "router.rounding_min_tiles=0 takes all tokens from an expert",
-    ),
-    ("router.bias_update=sign router.end_steps=1 model.num_experts_per_tok=8", "cannot balance"),
-    ("router.balance_coef=0 router.balance_scope=micro", "no effect while router.balance_coef=0"),
-    ("router.gradient=default model.num_experts_per_tok=8", "when a token takes all experts"),
-    ("optim.schedule=constant optim.min_lr_ratio=0.1", "with optim.schedule=constant"),
-    ("optim.schedule=cosine optim.decay_fraction=0.5", "with optim.schedule=cosine"),
-    ("checkpoint.every_steps=null checkpoint.keep_last=1", "without checkpoint.every_steps"),
-    ("eval.every_steps=null eval.rows=2", "eval.rows=2 has no effect without"),
-    ("eval.rows=2", "eval.rows=2 has no effect without text to validate on"),
-    (
-        "eval.every_steps=null eval.sample_prompt=A",
-        "eval.every_steps; give eval.sample_prompt=null",
-    ),
-    ("eval.sample_tokens=9", "eval.sample_tokens=9 has no effect without eval.sample_prompt"),
-    ("log.wandb_project=x", "log.wandb_project='x' has no effect with log.wandb=off"),
-    ("surgery.start_experts=4", "surgery.start_experts=4 has no effect without surgery.events or"),
-    ("surgery.noise=0.1", "surgery.noise=0.1 has no effect without surgery.events that copy, "),
-    (
-        "surgery.events=[{step: 5, kind: retire}] surgery.noise=0.1",
-        "surgery.noise=0.1 has no effect without surgery.events that copy, ",
-    ),
-    ("surgery.clone=family", "surgery.clone='family' has no effect without surgery.events that"),
-    (
-        "surgery.events=[{step: 5, kind: retire}] surgery.clone=family",
-        "surgery.clone='family' has no effect without surgery.events that copy, or surgery.policy",
-    ),
-    ("surgery.importance=load", "surgery.importance='load' has no effect where nothing looks"),
-    ("surgery.every=5", "surgery.every=5 has no effect while surgery.policy=none"),
-    ("surgery.policy=replace surgery.clone_above=2", "surgery.clone_above=2.0 has no effect with"),
-    ("surgery.policy=replace surgery.clone=dormant", "surgery.clone='dormant' needs router.bias"),
-    (
-        "surgery.policy=replace surgery.clone=family",
-        "surgery.clone='family' cannot be exported: qwen3_moe has no choice within families. Give "
-        "router.end_steps",
-    ),
-    ("surgery.policy=replace surgery.clone=family surgery.noise=0", "surgery.noise=0 does not go"),
-    (
-        "surgery.policy=replace surgery.clone=family router.ema=0.9 router.end_steps=9",
-        "router.ema=0.9 does not go with surgery.clone='family'",
-    ),
-    ("surgery.policy=replace surgery.start_experts=9", "surgery.start_experts=9 must be from 2 to"),
-    (
-        "surgery.policy=replace surgery.start_experts=5",
-        "surgery.start_experts=5 leaves slots free that nothing ever fills; allowed without "
-        "surgery.policy=resize or events of kind clone: 8 (model.num_experts), or leave it out",
+        "router.selection.kind=sample router.selection.temperature=1 router.bias.kind=sign "
+        "router.exportable=false",
+        "with router.bias.kind=sign",
     ),
     (
-        "surgery.events=[{step: 5, kind: revive}] surgery.start_experts=5",
-        "surgery.start_experts=5 leaves slots free that nothing ever fills",
+        "router.noise.kind=dropout router.noise.probability=0.5 model.num_experts_per_tok=8",
+        "router.noise.probability=0.5 needs",
     ),
     (
-        "surgery.policy=replace router.gradient=default",
-        "router.gradient='default' does not go with",
+        "router.rounding.to=nearest router.rounding.min_tiles=0 router.balance=null",
+        "router.rounding.min_tiles=0 takes all tokens from an expert",
+    ),
+    ("router.bias.kind=sign router.end_steps=1 model.num_experts_per_tok=8", "cannot balance"),
+    (
+        "optim.schedule.kind=constant optim.schedule.min_lr_ratio=0.1",
+        "optim.schedule.min_lr_ratio=0.1 is no key of kind constant, which has no other; it is one",
     ),
     (
-        "surgery.policy=resize",
-        "surgery.policy='resize' cannot be exported: qwen3_moe has no different numbers of experts "
-        "in its layers. Give router.end_steps: the last so many steps train without it (levelled",
+        "optim.schedule.kind=cosine optim.schedule.decay_fraction=0.5",
+        "optim.schedule.decay_fraction=0.5 is no key of kind cosine, which has min_lr_ratio; it",
+    ),
+    ("eval.sample.tokens=9", "eval.sample.prompt is missing"),
+    ("log.wandb.project=x", "log.wandb.mode is missing"),
+    ("experts.policy.every=5", "experts.policy.kind is missing; allowed with every: replace, res"),
+    (
+        "experts.policy.kind=replace experts.policy.clone_above=2",
+        "experts.policy.clone_above=2 is no key of kind replace",
     ),
     (
-        "surgery.policy=resize surgery.min_experts=6 surgery.max_experts=5",
-        "surgery.min_experts=6 must be from 2 to 5 here",
+        "experts.policy.kind=replace experts.copies.kind=dormant",
+        "experts.copies.kind='dormant' needs router.bias",
     ),
     (
-        "surgery.events=[{step: 5, kind: retire, layer: 0}]",
-        "surgery.events=... cannot be exported: qwen3_moe has no different numbers",
+        "experts.policy.kind=replace experts.copies.kind=family",
+        "experts.copies.kind=family cannot be exported: qwen3_moe has no choice within families. "
+        "Give router.end_steps",
     ),
     (
-        "surgery.events=[{step: 5, kind: clone}]",
-        "surgery.events.0.kind='clone' would leave MoE layer 0 with 9 experts; allowed: 2 to 8",
+        "experts.policy.kind=replace experts.copies.kind=family experts.copies.noise=0",
+        "experts.copies.noise=0 does not go",
     ),
     (
-        "surgery.events=[{step: 5, kind: retire, expert: 3}, {step: 7, kind: clone, expert: 3}]",
-        "surgery.events.1.expert=3: that slot is free after step 7 of MoE layer 0",
+        "experts.policy.kind=replace experts.copies.kind=family router.selection.kind=ema "
+        "router.selection.decay=0.9 router.end_steps=9",
+        "router.selection.kind='ema' does not go with experts.copies.kind='family'",
+    ),
+    ("experts.policy.kind=replace experts.start=9", "experts.start=9 must be from 2 to"),
+    (
+        "experts.policy.kind=replace experts.start=5",
+        "experts.start=5 leaves slots free that nothing ever fills; allowed without "
+        "experts.policy.kind=resize or events of kind clone: 8 (model.num_experts), or leave it "
+        "out",
     ),
     (
-        "surgery.events=[{step: 5, kind: retire, expert: 3}, {step: 7, kind: clone, slot: 2}]",
-        "surgery.events.1.slot=2: that slot holds an expert after step 7",
+        "experts.events=[{step: 5, kind: revive}] experts.start=5",
+        "experts.start=5 leaves slots free that nothing ever fills",
     ),
     (
-        "surgery.events=[{step: 5, kind: revive, expert: 3, slot: 3}]",
-        "surgery.events.0.slot=3 is that of its own parent",
+        "experts.policy.kind=replace router.gradient.kind=default",
+        "router.gradient does not go with",
     ),
     (
-        "surgery.events=[{step: 7, kind: retire}, {step: 5, kind: clone}]",
-        "surgery.events are at the steps [7, 5]; they must stand in order",
+        "experts.policy.kind=resize",
+        "experts.policy.kind=resize cannot be exported: qwen3_moe has no different numbers of "
+        "experts in its layers. Give router.end_steps: the last so many steps train without it "
+        "(levelled",
     ),
     (
-        "surgery.events=[{step: 5, kind: retire, slot: 1}]",
-        "surgery.events.0.slot=1: nothing is put in a slot by a retirement",
+        "experts.policy.kind=resize experts.policy.min_experts=6 experts.policy.max_experts=5",
+        "experts.policy.min_experts=6 must be from 2 to 5 here",
     ),
     (
-        "surgery.events=[{step: 5, kind: retire, layer: 7}]",
-        "surgery.events.0.layer=7 is none of the 2 MoE layers",
+        "experts.events=[{step: 5, kind: retire, layer: 0}]",
+        "experts.events cannot be exported: qwen3_moe has no different numbers",
     ),
     (
-        "surgery.events=[{step: 5, kind: retire, expert: 8}]",
-        "surgery.events.0.expert=8 is none of the 8 slots",
+        "experts.events=[{step: 5, kind: clone}]",
+        "experts.events.0.kind='clone' would leave MoE layer 0 with 9 experts; allowed: 2 to 8",
     ),
     (
-        "surgery.events=[{step: 5, kind: split}]",
-        "surgery.events.0.kind='split' must be one of 'clone', 'retire' or 'revive'",
+        "experts.events=[{step: 5, kind: retire, expert: 3}, {step: 7, kind: clone, expert: 3}]",
+        "experts.events.1.expert=3: that slot is free after step 7 of MoE layer 0",
     ),
     (
-        "surgery.events=[{step: 5, kind: retire, exprt: 1}]",
-        "did you mean surgery.events.expert?",
+        "experts.events=[{step: 5, kind: retire, expert: 3}, {step: 7, kind: clone, slot: 2}]",
+        "experts.events.1.slot=2: that slot holds an expert after step 7",
     ),
     (
-        "model.mlp_only_layers=[0,1] router.balance_scope=lagged",
-        "router.balance_scope='lagged' has no effect while router.balance_coef=0",
+        "experts.events=[{step: 5, kind: revive, expert: 3, slot: 3}]",
+        "experts.events.0.slot=3 is that of its own parent",
+    ),
+    (
+        "experts.events=[{step: 7, kind: retire}, {step: 5, kind: clone}]",
+        "experts.events are at the steps [7, 5]; they must stand in order",
+    ),
+    (
+        "experts.events=[{step: 5, kind: retire, slot: 1}]",
+        "experts.events.0.slot=1: nothing is put in a slot by a retirement",
+    ),
+    (
+        "experts.events=[{step: 5, kind: retire, layer: 7}]",
+        "experts.events.0.layer=7 is none of the 2 MoE layers",
+    ),
+    (
+        "experts.events=[{step: 5, kind: retire, expert: 8}]",
+        "experts.events.0.expert=8 is none of the 8 slots",
+    ),
+    (
+        "experts.events=[{step: 5, kind: split}]",
+        "experts.events.0.kind='split' must be one of 'clone', 'retire' or 'revive'",
+    ),
+    (
+        "experts.events=[{step: 5, kind: retire, exprt: 1}]",
+        "did you mean experts.events.expert?",
+    ),
+    (
+        "router.top_k.kind=linear router.top_k.start=9",
+        "router.top_k.start=9 must be above num_experts_per_tok=2 and at most the 8 experts",
+    ),
+    ("router.top_k.kind=cosine router.top_k.start=2", "router.top_k.start=2 must be above"),
+    (
+        "router.top_k.kind=linear router.top_k.start=3 router.top_k.soft=true "
+        "router.rounding.to=up router.rounding.tile=16 router.rounding.gates=rounded",
+        "router.rounding.gates=rounded makes gates anew",
+    ),
+    (
+        "router.rounding.to=up router.rounding.tile=16 router.rounding.gates=none "
+        "model.norm_topk_prob=true",
+        "gates of a token sum to 1 in evaluation",
+    ),
+    (
+        "router.rounding.to=up router.rounding.tile=16 router.rounding.gates=rounded "
+        "model.norm_topk_prob=false",
+        "do not sum to 1 in evaluation",
+    ),
+    (
+        "router.bias.kind=sign router.exportable=false router.bias.freeze_at=1",
+        "router.bias.freeze_at=1 never lets",
+    ),
+    (
+        "model.mlp_only_layers=[0,1] router.balance.kind=lagged",
+        "router.balance has no effect: no layer of this model has experts; leave it out",
+    ),
+    (
+        "model.mlp_only_layers=[0,1] router.noise.kind=jitter router.noise.size=0.1",
+        "router.noise has no effect: no layer of this model has experts",
     ),
 ]
 
@@ -304,58 +348,36 @@ def test_a_mistake_is_one_line(file, words, expected):
 # What only shows once the length of the run, the processes and the device are known.
 PLANLESS = [
     (
-        "router.top_k_schedule=linear router.top_k_start=9",
-        "router.top_k_start=9 is more than the 8",
-    ),
-    ("router.top_k_schedule=cosine router.top_k_start=2", "router.top_k_start=2 must be above"),
-    (
-        "router.top_k_schedule=linear router.top_k_start=8 router.top_k_ramp=0.001",
-        "router.top_k_ramp gives 0 steps",
+        "router.top_k.kind=linear router.top_k.start=8 router.top_k.over=0.001",
+        "router.top_k.over gives 0 steps",
     ),
     (
-        "router.top_k_schedule=steps router.top_k_start=3 router.top_k_levels=[[201,2]]",
-        "router.top_k_levels reach model.num_experts_per_tok=2 at step 201, after the 200 steps",
-    ),
-    (
-        "router.top_k_schedule=linear router.top_k_start=3 router.soft_k=true router.rounding=up "
-        "router.rounding_tile=16 router.rounding_renorm=tr",
-        "router.rounding_renorm='tr' makes gates anew",
-    ),
-    (
-        "router.rounding=up router.rounding_tile=16 router.rounding_renorm=none "
-        "model.norm_topk_prob=true",
-        "gates of a token sum to 1 in evaluation",
-    ),
-    (
-        "router.rounding=up router.rounding_tile=16 router.rounding_renorm=tr "
-        "model.norm_topk_prob=false",
-        "do not sum to 1 in evaluation",
+        "router.top_k.kind=steps router.top_k.start=3 router.top_k.levels=[[201,2]]",
+        "router.top_k.levels reach model.num_experts_per_tok=2 at step 201, after the 200 steps",
     ),
     ("router.freeze_at=201", "router.freeze_at=201 has no effect: the run has 200 steps"),
-    ("router.revive_after=201", "router.revive_after=201 has no effect"),
     (
-        "router.bias_update=sign router.end_steps=50 router.bias_freeze_at=101",
+        "experts.policy.kind=revive experts.policy.after=201",
+        "experts.policy.after=201 has no effect",
+    ),
+    (
+        "router.bias.kind=sign router.end_steps=50 router.bias.freeze_at=101",
         "brings the bias to zero from step 101 on; allowed: 1 to 100",
     ),
+    ("router.rounding.to=nearest", "gives an expert 1 tiles of router.rounding.tile=128"),
     (
-        "router.bias_update=sign router.exportable=false router.bias_freeze_at=1",
-        "router.bias_freeze_at=1 never lets",
+        "router.rounding.to=up router.rounding.tile=16 router.rounding.min_tiles=40",
+        "router.rounding.min_tiles=40 is more than an expert can get",
+    ),
+    ("model.kernels=spmm model.save=x", "save='x' does not go with kernels='spmm'"),
+    ("model.kernels=spmm model.moe_intermediate_size=24", "must be a multiple of 16"),
+    (
+        "experts.policy.kind=replace experts.policy.every=200",
+        "experts.policy.every=200 has no effect: the run has 200",
     ),
     (
-        "model.mlp_only_layers=[0,1] router.balance_coef=0.1",
-        "router.balance_coef=0.1 has no effect: no layer of this model has experts",
-    ),
-    (
-        "model.mlp_only_layers=[0,1] router.jitter=0.1",
-        "router.jitter=0.1 has no effect: no layer of this model has experts",
-    ),
-    (
-        "surgery.policy=replace surgery.every=200",
-        "surgery.every=200 has no effect: the run has 200",
-    ),
-    (
-        "surgery.events=[{step: 200, kind: revive}]",
-        "surgery.events.0.step=200 is too late: the run has 200 steps; allowed: 1 to 199",
+        "experts.events=[{step: 200, kind: revive}]",
+        "experts.events.0.step=200 is too late: the run has 200 steps; allowed: 1 to 199",
     ),
     ("model.kernels=triton", "model.kernels='triton' needs a CUDA device, this run is on cpu"),
     ("model.kernels=hopper", "allowed here: auto, reference, spmm"),
@@ -376,7 +398,7 @@ def test_a_mistake_that_the_plan_shows_is_one_line(file, words, expected, monkey
 
 
 def test_processes_that_leave_too_few_rows_for_rounding_are_refused(file):
-    words = ["router.rounding=up", "router.rounding_tile=64", "train.global_batch_size=8"]
+    words = ["router.rounding.to=up", "router.rounding.tile=64", "train.global_batch_size=8"]
     config = load_config(file, words)
     assert make_plan(config, 1, cuda=False).micro_batch_size == 8
     with pytest.raises(ConfigError, match=r"a micro-batch of 128 tokens gives an expert"):
@@ -421,9 +443,14 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_resolved_config_loads_again_and_tells_versions(file, tmp_path):
-    words = ["optim.lr=1e-9", "log.wandb=offline", "run.name=010", "router.rounding=nearest"]
-    words += ["router.rounding_tile=32"]
-    config = load_config(file, [*words, "eval.sample_prompt=\"no: way # to, quote 'this'\""])
+    words = [
+        "optim.lr=1e-9",
+        "log.wandb.mode=offline",
+        "run.name=010",
+        "router.rounding.to=nearest",
+    ]
+    words += ["router.rounding.tile=32"]
+    config = load_config(file, [*words, "eval.sample.prompt=\"no: way # to, quote 'this'\""])
     out = tmp_path / "resolved.yaml"
     write_resolved(config, out)
     again = load_config(out)
@@ -435,7 +462,11 @@ def test_resolved_config_loads_again_and_tells_versions(file, tmp_path):
     assert any(line.startswith("# git: ") for line in head)
     # Other YAML readers understand it too.
     plain = yaml.safe_load(out.read_text())
-    assert plain["log"]["wandb"] == "offline"
+    assert plain["log"]["wandb"] == {"mode": "offline", "project": "tessera"}
+    # What was auto is spelled out, and an option begins with its kind.
+    assert list(plain["router"]["balance"].items())[:2] == [("kind", "global"), ("coef", 0.01)]
+    assert (plain["router"]["bias"], plain["router"]["score"]) == (None, "softmax")
+    assert plain["experts"]["copies"]["kind"] == "copy"
     assert plain["optim"]["lr"] == 1e-9
     assert plain["model"]["hidden_size"] == 64
 
@@ -511,8 +542,9 @@ def test_every_field_tells_what_it_means():
 
     def walk(model, place):
         for key, field in model.model_fields.items():
-            inner = list(models_in(field.annotation))
-            assert field.description or (place == "" and inner[0].__doc__), f"{place}{key}"
+            inner = models_in(field)
+            named = model.__doc__ if key == "kind" else place == "" and inner[0].__doc__
+            assert field.description or named, f"{place}{key}"
             for other in inner:
                 walk(other, f"{place}{key}.")
 
@@ -547,9 +579,13 @@ def test_mistakes_end_a_program_with_code_2_in_one_line(file):
 
 @pytest.mark.parametrize("importance", ["taylor", "reap"])
 def test_what_needs_whole_experts_is_refused_on_several_processes(importance, tiny_config):
-    words = [f"surgery.importance={importance}", "surgery.policy=replace", "surgery.every=2"]
+    words = [
+        f"experts.importance.kind={importance}",
+        "experts.policy.kind=replace",
+        "experts.policy.every=2",
+    ]
     config = load_config(tiny_config, words)
     make_plan(config, world_size=1, cuda=False)
-    wanted = f"surgery.importance='{importance}' works in one process only"
+    wanted = f"experts.importance.kind='{importance}' works in one process only"
     with pytest.raises(ConfigError, match=wanted):
         make_plan(config, world_size=2, cuda=False)

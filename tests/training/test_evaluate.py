@@ -196,9 +196,9 @@ def test_flops_of_a_run_follow_the_experts_per_token(tiny_config):
     tokens = 4 * 32
     constant = flops()
     assert constant == pytest.approx(1000 * tokens * flops_per_token(config, 32))
-    ramp = ("router.top_k_schedule=linear", "router.top_k_start=4")
+    ramp = ("router.top_k.kind=linear", "router.top_k.start=4")
     # half of the run at 3 on average: half an expert more; soft computes the next whole number
     more = (flops(*ramp) - constant) / (1000 * tokens * per_expert)
     assert more == pytest.approx(0.5, abs=0.01)
-    soft = (flops(*ramp, "router.soft_k=true") - constant) / (1000 * tokens * per_expert)
+    soft = (flops(*ramp, "router.top_k.soft=true") - constant) / (1000 * tokens * per_expert)
     assert soft == pytest.approx(0.75, abs=0.01)

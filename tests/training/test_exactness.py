@@ -12,7 +12,7 @@ import train
 from scripts import export_hf as script
 from training import assemble, probe
 from training.checkpoint.weights import load_model
-from training.config.build import ConfigError, load_config
+from training.config.build import ConfigError, load_config, make_plan
 from training.config.export_compat import acting
 
 GLM = ["model.family=glm4_moe", "model.first_k_dense_replace=0"]
@@ -21,30 +21,35 @@ GLM = ["model.family=glm4_moe", "model.first_k_dense_replace=0"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("router.bias_update=sign", "'sign' cannot be exported: qwen3_moe has no selection bias"),
-        ("router.ema=0.9", "router.ema=0.9 cannot be exported: qwen3_moe has no selection by"),
+        ("router.bias.kind=sign", "kind=sign cannot be exported: qwen3_moe has no selection bias"),
+        (
+            "router.selection.kind=ema router.selection.decay=0.9",
+            "router.selection.kind=ema cannot be exported: qwen3_moe has no selection by",
+        ),
         (
             "router.score=sigmoid",
-            "'sigmoid' cannot be exported: qwen3_moe has no other",
+            "router.score=sigmoid cannot be exported: qwen3_moe has no other",
         ),
         ("router.score=sigmoid router.end_steps=2", "allowed only with router.exportable=false"),
-        ("router.capacity_factor=1.25", "has no limit on the tokens of an expert. Give router.end"),
-        ("router.end_steps=2", "router.end_steps=2 has no effect: all that this router does"),
-        ("router.exportable=false", "router.exportable=false has no effect"),
-        ("router.ema=0.9 router.end_steps=4", "must be less than half of the run's 8 steps"),
-        ("router.ema=0.9 router.end_steps=2 router.exportable=false", "leave one of them out"),
+        ("router.capacity.factor=1.25", "has no limit on the tokens of an expert. Give router.end"),
+        (
+            "router.selection.kind=ema router.selection.decay=0.9 router.end_steps=4",
+            "must be less than half of the run's 8 steps",
+        ),
     ],
 )
 def test_refusals(tiny_config, words, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(tiny_config, words.split())
+        make_plan(load_config(tiny_config, words.split()), cuda=False)
 
 
 def test_what_a_family_has_needs_no_end(tiny_config):
-    config = load_config(tiny_config, [*GLM, "router.bias_update=sign"])
+    config = load_config(tiny_config, [*GLM, "router.bias.kind=sign"])
     assert acting(config, 8, 8) == []
-    with pytest.raises(ConfigError, match=r"router\.ema=0\.5 cannot be exported: glm4_moe has no"):
-        load_config(tiny_config, [*GLM, "router.ema=0.5"])
+    with pytest.raises(
+        ConfigError, match=r"router\.selection\.kind=ema cannot be exported: glm4_moe has no"
+    ):
+        load_config(tiny_config, [*GLM, "router.selection.kind=ema", "router.selection.decay=0.5"])
 
 
 def events(folder, kind):
@@ -58,8 +63,17 @@ def metrics(folder):
 
 def test_a_run_ends_as_what_is_exported(tiny_config, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    knobs = ["router.ema=0.5", "router.bias_update=quantile", "router.capacity_factor=1.2"]
-    knobs += ["router.jitter=0.01", "router.expert_dropout=0.1", "router.freeze_at=8"]
+    knobs = [
+        "router.selection.kind=ema",
+        "router.selection.decay=0.5",
+        "router.bias.kind=quantile",
+        "router.capacity.factor=1.2",
+    ]
+    knobs += [
+        "router.noise.kind=dropout",
+        "router.noise.probability=0.1",
+        "router.freeze_at=8",
+    ]
     knobs += ["router.end_steps=2"]
     words = [*knobs, "run.name=ends", "train.steps=8", "checkpoint.every_steps=4"]
     assert train.main([str(tiny_config), *words]) == 0
@@ -94,27 +108,34 @@ def test_the_bias_of_a_family_that_has_one_is_exported(tiny_config, monkeypatch,
 def test_a_model_that_routes_otherwise_than_its_export_is_found(tiny_config, monkeypatch, tmp_path):
     """Without the switch at the end, the check must fail."""
     monkeypatch.chdir(tmp_path)
-    real = assemble.router_control
+    real = assemble.router_options
 
-    def forgetful(config, steps):
-        return dataclasses.replace(real(config, steps), bias_anneal=None)
+    def forgetful(*arguments):
+        found = real(*arguments)
+        return found | {"control": dataclasses.replace(found["control"], bias_anneal=None)}
 
-    monkeypatch.setattr(assemble, "router_control", forgetful)
-    words = ["router.bias_update=sign", "router.bias_rate=0.5", "router.end_steps=1"]
+    monkeypatch.setattr(assemble, "router_options", forgetful)
+    words = ["router.bias.kind=sign", "router.bias.rate=0.5", "router.end_steps=1"]
     assert train.main([str(tiny_config), *words, "run.name=forgets", "train.steps=5"]) == 1
     assert events(tmp_path / "runs" / "forgets", "export_check")[-1]["exact"] is False
 
 
 def test_runs_that_are_not_to_be_exported_say_so(tiny_config, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["router.ema=0.5", "router.exportable=false", "run.name=never", "train.steps=4"]
+    words = [
+        "router.selection.kind=ema",
+        "router.selection.decay=0.5",
+        "router.exportable=false",
+        "run.name=never",
+        "train.steps=4",
+    ]
     assert train.main([str(tiny_config), *words]) == 0
     # which load the balance loss follows stands in the log
     told = capsys.readouterr().out
     assert "balance loss: weight 0.01, compared with the load of the whole step" in told
     folder = tmp_path / "runs" / "never"
     assert events(folder, "export_check")[-1]["exact"] is False
-    with pytest.raises(ValueError, match=r"router\.ema"):
+    with pytest.raises(ValueError, match=r"router\.selection"):
         load_model(folder)
     churn = [line["routing_churn"] for line in metrics(folder)]
     assert all(0 <= value <= 1 for value in churn)
@@ -126,19 +147,22 @@ def test_a_bias_that_acts_is_not_dropped_from_initial_weights(
 ):
     monkeypatch.chdir(tmp_path)
     words = [str(tiny_config), "train.steps=4", "eval.every_steps=null", "eval.rows=128"]
-    bias = ["router.bias_update=sign", "router.exportable=false"]
+    bias = ["router.bias.kind=sign", "router.exportable=false"]
     assert train.main([*words, *bias, "run.name=biased"]) == 0
     words.append("model.init_from=runs/biased")
     assert train.main([*words, "run.name=without"]) == 2
-    assert "was trained with selection bias (router.bias_update)" in capsys.readouterr().err
+    assert "was trained with selection bias (router.bias)" in capsys.readouterr().err
     assert train.main([*words, *bias, "run.name=with"]) == 0
 
 
 @pytest.mark.parametrize(
     ("knobs", "lost"),
     [
-        (["router.bias_update=quantile"], r"selection bias (router.bias_update)"),
-        (["router.ema=0.9"], "averaged router weights (router.ema)"),
+        (["router.bias.kind=quantile"], r"selection bias (router.bias)"),
+        (
+            ["router.selection.kind=ema", "router.selection.decay=0.9"],
+            "averaged router weights (router.selection)",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -158,9 +182,9 @@ def test_a_run_does_not_go_on_without_what_its_model_computes_with(
 def test_statistics_that_the_model_does_not_compute_with_may_go(tiny_config, monkeypatch, tmp_path):
     """The mean outputs serve the gradient alone, the last load the loss; the bias stays."""
     monkeypatch.chdir(tmp_path)
-    words = [str(tiny_config), "router.bias_update=sign", "router.exportable=false"]
-    words.append("router.balance_coef=0.01")
-    more = ["router.gradient=default", "router.balance_scope=lagged"]
+    words = [str(tiny_config), "router.bias.kind=sign", "router.exportable=false"]
+    words.append("router.balance.coef=0.01")
+    more = ["router.gradient.kind=default", "router.balance.kind=lagged"]
     assert train.main([*words, *more, "train.steps=4"]) == 0
     assert train.main([*words, "train.steps=5"]) == 0
 
@@ -168,8 +192,13 @@ def test_statistics_that_the_model_does_not_compute_with_may_go(tiny_config, mon
 def test_resume_lands_on_the_same_state_bit_for_bit(tiny_config, monkeypatch, tmp_path):
     """Bias, averaged weights, last load and the probe's churn go on as if never stopped."""
     monkeypatch.chdir(tmp_path)
-    knobs = ["router.ema=0.5", "router.bias_update=sign", "router.balance_scope=lagged"]
-    knobs += ["router.balance_coef=0.05", "router.end_steps=3", "checkpoint.every_steps=3"]
+    knobs = [
+        "router.selection.kind=ema",
+        "router.selection.decay=0.5",
+        "router.bias.kind=sign",
+        "router.balance.kind=lagged",
+    ]
+    knobs += ["router.balance.coef=0.05", "router.end_steps=3", "checkpoint.every_steps=3"]
     words = [str(tiny_config), *knobs, "train.steps=9", "checkpoint.async_save=false"]
     assert train.main([*words, "run.name=whole"]) == 0
     real = train.train_step

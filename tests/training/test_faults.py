@@ -69,11 +69,11 @@ def test_memory_message():
     skewed = text(counts_LE, world=World(3), step=40)
     assert skewed.startswith("out of memory on process 3 at step 40: out of it.")
     assert "max 37 (MoE layer 1, expert 1), mean 10, max/mean 3.70" in skewed
-    assert "router.balance_coef" in skewed and "\n" not in skewed
+    assert "router.balance.coef" in skewed and "\n" not in skewed
     lower = "train.micro_batch_size (now 8), model.save=x (now h), data.seq_len (now 64)"
     assert skewed.endswith(lower)
     even = text(counts_LE[:1], world=World(), step=1)
-    assert "router.balance_coef" not in even
+    assert "router.balance.coef" not in even
     early = text(None, world=World(), step=1)
     assert "Tokens per expert" not in early
 

@@ -103,9 +103,14 @@ def test_what_changes_a_router_changes_the_computation():
         (["train.dtype=float32"], "train.dtype=float32; allowed: bfloat16"),
         (["model.kernels=reference"], "model.kernels=reference; allowed: auto, triton, hopper"),
         (["model.head_dim=12"], "model.head_dim=12; allowed: multiples of 8"),
-        ([], "router.balance_scope=global and 2 micro-batches in a step; allowed: router.balance"),
+        ([], "router.balance.kind=global and 2 micro-batches in a step; allowed: router.balance"),
         (
-            ["router.jitter=0.1", "train.checkpointing=full", "train.micro_batch_size=4"],
+            [
+                "router.noise.kind=jitter",
+                "router.noise.size=0.1",
+                "train.checkpointing=full",
+                "train.micro_batch_size=4",
+            ],
             "train.checkpointing=full and random routing; allowed: train.checkpointing=none",
         ),
     ],
@@ -116,5 +121,5 @@ def test_what_cannot_be_captured_is_refused_by_name(tiny_config, words, refusal)
         make_plan(config, cuda=True)
     assert str(error.value).startswith("train.cuda_graph=true cannot go with ")
     assert refusal in str(error.value)
-    good = ["run.device=cuda", "train.cuda_graph=true", "router.balance_scope=lagged"]
+    good = ["run.device=cuda", "train.cuda_graph=true", "router.balance.kind=lagged"]
     assert make_plan(load_config(tiny_config, good), cuda=True).accumulation == 2

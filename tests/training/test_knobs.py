@@ -14,22 +14,24 @@ import torch
 import train
 
 TIMES = ("attempt", "time", "tokens_per_second", "time_left_s", "mfu", "max_memory_gib")
-FALLING = ["router.top_k_schedule=linear", "router.top_k_start=4", "router.soft_k=true"]
+FALLING = ["router.top_k.kind=linear", "router.top_k.start=4", "router.top_k.soft=true"]
 FREE = "router.exportable=false"
-QUANTILE = ["router.bias_update=quantile", "router.bias_ema=0.5", FREE]
-ROUNDED = ["router.rounding_tile=4", "router.rounding_min_mean_tiles=1"]
+QUANTILE = ["router.bias.kind=quantile", "router.bias.ema=0.5", FREE]
+ROUNDED = ["router.rounding.tile=4", "router.rounding.min_mean_tiles=1"]
 COMBINATIONS = {
-    "last load": ["router.balance_scope=lagged"],
+    "last load": ["router.balance.kind=lagged"],
     "falling K, systematic rounding, bias": [
-        *FALLING[:2], "router.top_k_start=3", *QUANTILE, "router.rounding=systematic", *ROUNDED,
+        *FALLING[:2], "router.top_k.start=3", *QUANTILE, "router.rounding.to=systematic", *ROUNDED,
     ],
     "falling K, noise, capacity, average": [
-        *FALLING, "router.jitter=0.1", "router.expert_dropout=0.2", "router.ema=0.5",
-        "router.capacity_factor=1.1", "router.end_steps=2",
+        *FALLING, "router.noise.kind=dropout", "router.noise.probability=0.2",
+        "router.selection.kind=ema", "router.selection.decay=0.5",
+        "router.capacity.factor=1.1", "router.end_steps=2",
     ],
     "noise, stochastic rounding, recomputed": [
-        "router.jitter=0.2", "router.rounding=stochastic", *ROUNDED, "train.checkpointing=full",
-        "router.sample_temperature=1",
+        "router.noise.kind=jitter", "router.noise.size=0.2", "router.rounding.to=stochastic",
+        *ROUNDED, "train.checkpointing=full",
+        "router.selection.kind=sample", "router.selection.temperature=1",
     ],
     "bfloat16 states, rounded at random": [
         "train.dtype=bfloat16", "optim.weights=bfloat16", "optim.moments=bfloat16",
@@ -40,8 +42,9 @@ COMBINATIONS = {
         "train.micro_batch_size=4",
     ],
     "revived, average": [
-        "router.revive_after=1", "model.init.router=5", "model.init.embedding=0.02",
-        "router.ema=0.9", FREE,
+        "experts.policy.kind=revive", "experts.policy.after=1",
+        "model.init.router=5", "model.init.embedding=0.02",
+        "router.selection.kind=ema", "router.selection.decay=0.9", FREE,
         "checkpoint.every_steps=1",
     ],
 }  # fmt: skip
@@ -92,7 +95,12 @@ def test_calibration_draws_nothing_of_the_run(tiny_config, monkeypatch, tmp_path
         assert all(block.moe.router.selection_bias.any() for block in job.model.layers)
 
     monkeypatch.setattr(train, "calibrate", calibrate)
-    words = ["router.bias_freeze_at=1", "router.calibrate_bias=true", "router.jitter=0.1"]
+    words = [
+        "router.bias.calibrate=true",
+        "router.bias.freeze_at=1",
+        "router.noise.kind=jitter",
+        "router.noise.size=0.1",
+    ]
     words += [*QUANTILE, "train.steps=4", "eval.every_steps=null", "eval.rows=128"]
     assert train.main([str(tiny_config), *words, "run.name=calibrated"]) == 0
     assert len(states) == 2

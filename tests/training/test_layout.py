@@ -43,17 +43,19 @@ def test_every_setting_arrives(tiny_config):
     mesh = plan(tiny_config, *words).mesh
     assert (mesh.nodes, mesh.local, mesh.expert, mesh.placement) == (2, 2, 2, "within_node")
     for name, word, value in (
-        ("chunks", "3", 3),
-        ("schedule", "pairwise", "pairwise"),
-        ("schedule", "whole", "whole"),
-        ("payload", "float8", "float8"),
+        ("chunks", "chunks=3", 3),
+        ("schedule", "kind=pairwise", "pairwise"),
+        ("schedule", "kind=all_gather", "whole"),
+        ("payload", "payload=float8", "float8"),
     ):
-        found = plan(tiny_config, "parallel.nodes=4", f"parallel.{name}={word}").exchange
+        found = plan(tiny_config, "parallel.nodes=4", f"parallel.exchange.{word}").exchange
         assert found == dataclasses.replace(ExpertParallelOptions(), **{name: value})
     pytest.importorskip("deepspeed")
-    for word in ("parallel.engine=deepspeed", "parallel.offload_weights=cpu"):
+    for word in ("parallel.engine=deepspeed", "parallel.offload.kind=cpu"):
         assert plan(tiny_config, word).engine == "deepspeed"
-    words = ["parallel.offload=nvme", "parallel.offload_path=/disk"]
+    words = ["parallel.offload={kind: cpu, states: false, weights: true}"]
+    assert plan(tiny_config, *words).offload == Offload(weights="cpu")
+    words = ["parallel.offload.kind=nvme", "parallel.offload.path=/disk"]
     assert plan(tiny_config, *words).offload == Offload("nvme", path="/disk")
 
 
@@ -66,22 +68,36 @@ def test_every_setting_arrives(tiny_config):
         ("parallel.nodes=4 parallel.expert=4 model.num_experts=6", "does not divide num_experts=6"),
         ("parallel.engine=zero", "parallel.engine='zero'"),
         (
-            "parallel.engine=fsdp2 parallel.offload=cpu",
-            "parallel.offload=cpu alone needs parallel.engine=deepspeed",
+            "parallel.engine=fsdp2 parallel.offload.kind=cpu",
+            "parallel.offload.kind=cpu alone needs parallel.engine=deepspeed",
         ),
-        ("parallel.offload=true", "parallel.offload=true must be one of"),
-        ("parallel.offload=nvme", "parallel.offload=nvme needs parallel.offload_path"),
-        ("parallel.offload=nvme parallel.offload_path=''", "parallel.offload_path='' must name"),
-        ("parallel.offload_path=x", "parallel.offload_path='x' has no effect without"),
-        ("parallel.chunks=3", "parallel.chunks=3 has no effect while the experts are not split"),
+        ("parallel.offload.kind=true", "parallel.offload.kind=true is unknown; allowed: cpu, nvme"),
+        ("parallel.offload.kind=nvme", "parallel.offload.path is missing"),
         (
-            "parallel.nodes=4 parallel.transport=pull",
-            "parallel.transport=pull needs CUDA devices",
+            "parallel.offload.kind=nvme parallel.offload.path=''",
+            "parallel.offload.path='' must name a folder on a local disk",
         ),
-        ("parallel.nodes=4 parallel.schedule=pairwise parallel.chunks=2", "parallel.chunks=2 has"),
+        ("parallel.offload.path=x", "parallel.offload.kind is missing; allowed with path: nvme"),
         (
-            "parallel.schedule=whole router.rounding=nearest router.rounding_tile=4",
-            "parallel.schedule=whole cannot be with router.rounding=nearest",
+            "parallel.offload.kind=cpu parallel.offload.states=false",
+            "parallel.offload.states=false and weights=false leave nothing to offload",
+        ),
+        (
+            "parallel.exchange.chunks=3",
+            "parallel.exchange.chunks=3 has no effect while the experts are not split",
+        ),
+        (
+            "parallel.nodes=4 parallel.exchange.transport=pull",
+            "parallel.exchange.transport=pull needs CUDA devices",
+        ),
+        (
+            "parallel.nodes=4 parallel.exchange.kind=pairwise parallel.exchange.chunks=2",
+            "parallel.exchange.chunks=2 is no key of kind pairwise, which has payload; it is one",
+        ),
+        (
+            "parallel.nodes=4 parallel.exchange.kind=all_gather router.rounding.to=nearest "
+            "router.rounding.tile=4",
+            "parallel.exchange.kind=all_gather does not go with router.rounding",
         ),
         ("parallel.nodes=0", "parallel.nodes=0"),
         ("parallel.expret=2", "did you mean parallel.expert"),
@@ -133,7 +149,7 @@ def test_a_folder_that_cannot_be_is_refused_before_a_model_is_built(
             code = stop.code
         told = capsys.readouterr().err
         assert code == 2 and told.count("\n") == 1, told
-        assert f"parallel.offload_path={path!r} cannot be used" in told
+        assert f"parallel.offload.path={path!r} cannot be used" in told
         assert "allowed: a folder on a local disk that can be made and written" in told
 
 
@@ -147,13 +163,13 @@ def test_a_folder_to_offload_to_is_made(tmp_path):
 def test_c17_an_engine_that_is_named_is_used_by_one_process(tiny_config, engine):
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")
-    both = ("parallel.offload=cpu", "parallel.offload_weights=cpu")
+    both = ("parallel.offload.kind=cpu", "parallel.offload.weights=true")
     assert plan(tiny_config, world=1).engine == "local"
     assert plan(tiny_config, f"parallel.engine={engine}", world=1).engine == engine
     assert plan(tiny_config, f"parallel.engine={engine}", *both, world=1).engine == engine
-    with pytest.raises(ConfigError, match=r"parallel\.offload=cpu needs an engine"):
+    with pytest.raises(ConfigError, match=r"parallel\.offload\.kind=cpu needs an engine"):
         plan(tiny_config, *both, world=1)
-    for word in ("train.sparse_density=0.5", "optim.moments=bfloat16", "train.cuda_graph=true"):
+    for word in ("train.sparsity.density=0.5", "optim.moments=bfloat16", "train.cuda_graph=true"):
         with pytest.raises(ConfigError, match=f"parallel.engine={engine}"):
             plan(tiny_config, f"parallel.engine={engine}", word, world=1)
 
@@ -215,4 +231,6 @@ def test_d7_a_layout_that_does_not_fit_is_not_taken(tiny_config):
 
 def test_d7_settings_of_the_exchange_have_a_layout_with_one(tiny_config):
     assert plan(tiny_config, "parallel.nodes=4").mesh.expert == 1
-    assert plan(tiny_config, "parallel.nodes=4", "parallel.schedule=whole").mesh.expert > 1
+    assert (
+        plan(tiny_config, "parallel.nodes=4", "parallel.exchange.kind=all_gather").mesh.expert > 1
+    )

@@ -17,6 +17,7 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from models.transformer import Decoder
 from moe.balance import balance_loss, z_loss
+from moe.config import RouterConfig
 from parallel import World
 from tests.engines import local_engine
 from tests.training.tiny import MODEL
@@ -40,12 +41,8 @@ ROWS, LENGTH = 8, 12
 
 
 def router(balance: float = 0.0, z: float = 0.0, scope: str = "micro", load: str = "tokens"):
-    return types.SimpleNamespace(
-        balance_coef=balance,
-        z_coef=z,
-        balance_scope=scope,
-        balance_load=load,
-    )
+    given = {"kind": scope, "coef": balance, "load": load} if balance else None
+    return RouterConfig(balance=given, bias=None, z_coef=z)
 
 
 def build(dtype: torch.dtype = torch.float32):

@@ -14,14 +14,14 @@ from tests.engines import local_engine
 from tests.moe.test_metrics import stats_of
 from tests.training.test_loop import CPU, batch_of, router, rows, take_step
 from tests.training.tiny import MODEL
-from training.assemble import router_control
+from training.assemble import router_options
 from training.config.build import ConfigError, load_config, make_plan
 from training.estimate.flops import width_metrics
 from training.optim.groups import parameter_groups
 from training.step import relative_work, router_losses
 
 WIDTHS = [2, 4, 8, 8]
-WORDS = ["model.moe_expert_widths=[2,4,8,8]", "router.balance_load=flops"]
+WORDS = ["model.moe_expert_widths=[2,4,8,8]", "router.balance.load=flops"]
 
 
 def test_equal_widths_balance_as_one_width():
@@ -77,26 +77,30 @@ def test_the_micro_batch_s_own_load_is_weighed_too():
 
 def test_biases_aim_at_equal_arithmetic(tiny_config):
     glm = ["model.family=glm4_moe", "model.first_k_dense_replace=0", *WORDS]
-    control = router_control(load_config(tiny_config, glm), 8)
-    assert control.bias_targets == (1 / 2, 1 / 4, 1 / 8, 1 / 8)
-    control = router_control(load_config(tiny_config, glm[:-1]), 8)
-    assert control.bias_targets is None
+    for words, targets in ((glm, (1 / 2, 1 / 4, 1 / 8, 1 / 8)), (glm[:-1], None)):
+        config = load_config(tiny_config, words)
+        assert router_options(config, config.model.config, 8)["control"].bias_targets == targets
+    layers = "model.moe_expert_widths=[[2,4,8,8],[2,4,8,8]]"
+    with pytest.raises(ConfigError, match="as one list for all layers, with router"):
+        load_config(tiny_config, [*glm, layers])
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["router.balance_load=flops"], "has no effect without model.moe_expert_widths"),
-        ([*WORDS, "router.balance_coef=0"], "router.balance_load='flops' has no effect"),
-        ([*WORDS, "router.balance_scope=sequence"], "router.balance_scope='sequence'"),
-        ([*WORDS, "model.kernels=spmm"], "model.kernels='spmm' takes all experts for equally"),
-        ([*WORDS, "router.revive_after=3"], "router.revive_after=3 takes all experts"),
+        (
+            ["router.balance.load=flops"],
+            "router.balance.load='flops' needs model.moe_expert_widths",
+        ),
+        ([*WORDS, "router.balance.kind=sequence"], "router.balance.load='flops' is no key of kind"),
+        ([*WORDS, "model.kernels=spmm"], "kernels='spmm' computes experts of one width only"),
+        ([*WORDS, "experts.policy.kind=revive"], "experts.policy.kind='revive' takes all experts"),
         (["model.moe_expert_widths=[2,4,6,6]"], "must be the widest of moe_expert_widths, 6"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tiny_config, words, expected):
     with pytest.raises(ConfigError) as caught:
-        load_config(tiny_config, words)
+        make_plan(load_config(tiny_config, words), cuda=False)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -104,5 +108,5 @@ def test_what_does_not_go_together_is_refused(tiny_config, words, expected):
 def test_several_processes_are_refused(tiny_config):
     config = load_config(tiny_config, WORDS)
     make_plan(config, 1, cuda=False)
-    with pytest.raises(ConfigError, match=r"model\.moe_expert_widths=.* one process only"):
+    with pytest.raises(ConfigError, match=r"model\.moe_expert_widths works in one process only"):
         make_plan(config, 2, cuda=False)

@@ -21,10 +21,10 @@ OWN = {"family": "glm4_moe", "num_experts": E, "first_k_dense_replace": 0, "rms_
 TIMES = ("attempt", "time", "tokens_per_second", "time_left_s", "mfu", "max_memory_gib")
 # remedy → words, the step from which the expert has a quarter of the mean load
 REMEDIES = {
-    "revival": (["router.bias_update=none", "router.revive_after=5"], 7),
-    "quantile": (["router.bias_update=quantile"], 7),
-    "sign": (["router.bias_update=sign", "router.bias_rate=0.05"], 20),
-    "min_load": (["router.bias_update=min_load", "router.bias_rate=0.05"], 20),
+    "revival": (["router.bias=null", "experts.policy.kind=revive", "experts.policy.after=5"], 7),
+    "quantile": (["router.bias.kind=quantile"], 7),
+    "sign": (["router.bias.kind=sign", "router.bias.rate=0.05"], 20),
+    "min_load": (["router.bias.kind=min_load", "router.bias.rate=0.05"], 20),
 }
 
 
@@ -47,7 +47,7 @@ def words(tiny_config, tmp_path_factory):
     given = [f"model.{key}={value}" for key, value in OWN.items()]
     given += [f"model.init_from={folder}", f"train.steps={STEPS}", "optim.lr=1e-3"]
     # too weak to bring it back in so few steps
-    given += ["router.balance_coef=0.001", "checkpoint.every_steps=null"]
+    given += ["router.balance.coef=0.001", "checkpoint.every_steps=null"]
     return [str(tiny_config), *given, "eval.every_steps=null", "eval.rows=128"]
 
 
@@ -68,7 +68,7 @@ def revivals(folder):
 
 @pytest.fixture(scope="module")
 def untreated(words, tmp_path_factory):
-    return run("none", [*words, "router.bias_update=none"], tmp_path_factory.mktemp("none"))
+    return run("none", [*words, "router.bias=null"], tmp_path_factory.mktemp("none"))
 
 
 def test_without_a_remedy_it_stays_dead(untreated):

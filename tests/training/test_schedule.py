@@ -60,7 +60,7 @@ def test_rates_after_an_interruption_are_those_of_an_uninterrupted_run(kind, sto
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"optim\.schedule='cosin' must be one of wsd, cosine"):
+    with pytest.raises(ValueError, match=r"optim\.schedule\.kind='cosin' must be one of wsd"):
         lr_factor(0, steps=10, kind="cosin")
     with pytest.raises(ValueError, match="step=-1"):
         lr_factor(-1, steps=10)

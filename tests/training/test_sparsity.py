@@ -21,15 +21,15 @@ from training.checkpoint.files import stored_tensors
 from training.checkpoint.weights import load_model
 from training.config.build import ConfigError, load_config, make_plan
 from training.config.export_compat import acting
-from training.config.validate import check_routers
+from training.config.validate import check_run
 from training.optim.groups import parameter_groups
 from training.report.files import read_lines
 from training.sparsity import Sparsity
 from training.step import agree_on_step, end_step, train_step
 
 W1 = "layers.0.moe.w1"
-SOFT = ["train.sparse_density=0.25", "train.sparse_every=2", "train.sparse_until=6"]
-HARD = [*SOFT, "train.sparse_method=regrow"]
+SOFT = ["train.sparsity.density=0.25", "train.sparsity.every=2", "train.sparsity.until=6"]
+HARD = [*SOFT, "train.sparsity.kind=regrow"]
 
 
 def make(dtype=torch.float32, **schedule):
@@ -157,11 +157,11 @@ def test_masks_that_would_never_come_are_refused(tiny_config, monkeypatch, tmp_p
     monkeypatch.chdir(tmp_path)
     assert train.main([str(tiny_config), "run.name=a"]) == 0
     capsys.readouterr()
-    more = ["train.steps=12", "train.sparse_density=0.25", "train.sparse_every=2"]
+    more = ["train.steps=12", "train.sparsity.density=0.25", "train.sparsity.every=2"]
     arguments = [str(tiny_config), "run.name=a", *more]
-    assert train.main([*arguments, "train.sparse_until=6"]) == 2
-    assert "give a train.sparse_until above 8" in capsys.readouterr().err
-    assert train.main([*arguments, "train.sparse_until=10"]) == 0
+    assert train.main([*arguments, "train.sparsity.until=6"]) == 2
+    assert "give a train.sparsity.until above 8" in capsys.readouterr().err
+    assert train.main([*arguments, "train.sparsity.until=10"]) == 0
 
 
 def test_bfloat16_weights_follow_their_masters():
@@ -183,7 +183,7 @@ def start(tiny_config, monkeypatch, tmp_path):
     return lambda *words: train.main([str(tiny_config), *words])
 
 
-@pytest.mark.parametrize("words", [SOFT, HARD, [*SOFT, "train.sparse_block=4"]], ids=str)
+@pytest.mark.parametrize("words", [SOFT, HARD, [*SOFT, "train.sparsity.block=4"]], ids=str)
 def test_runs_resume_exactly_and_export_what_they_train(start, tmp_path, monkeypatch, words):
     assert start("run.name=a", *words) == 0
     with monkeypatch.context() as patch:
@@ -198,7 +198,7 @@ def test_runs_resume_exactly_and_export_what_they_train(start, tmp_path, monkeyp
         assert start("run.name=b", *words) == 75
     middle = (tmp_path / "runs/b/checkpoints/latest").resolve()
     assert f"masks/{W1}" in stored_tensors(middle)
-    if words[-1] == "train.sparse_method=regrow":
+    if words[-1] == "train.sparsity.kind=regrow":
         load_model(middle)
     else:
         with pytest.raises(ValueError, match=r"masks of weights that go on learning"):
@@ -248,24 +248,27 @@ def test_activation_density_is_measured_on_the_probe(start, tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train.sparse_block=4"], "has no effect without train.sparse_density"),
-        ([*SOFT, "train.sparse_regrow=0.5"], "has no effect with train.sparse_method"),
-        ([*SOFT, "train.sparse_until=8"], "must follow one another"),
-        ([*SOFT, "train.sparse_end=7"], "train.sparse_end=7"),
-        ([*SOFT, "train.sparse_block=64"], "train.sparse_block=64 is wider"),
-        ([*SOFT, "router.revive_after=2"], "copies an expert without its mask"),
-        ([*SOFT, "surgery.policy=replace"], "train.sparse_density=0.25"),
+        (["train.sparsity.block=4"], "train.sparsity.density is missing"),
+        ([*SOFT, "train.sparsity.regrow=0.5"], "regrow=0.5 is no key of kind straight_"),
+        ([*SOFT, "train.sparsity.until=8"], "must follow one another"),
+        ([*SOFT, "train.sparsity.end=7"], "train.sparsity.end=7"),
+        ([*SOFT, "train.sparsity.block=64"], "train.sparsity.block=64 is wider"),
+        (
+            [*SOFT, "experts.policy.kind=revive", "experts.policy.after=2"],
+            "copies an expert without its mask",
+        ),
+        ([*SOFT, "experts.policy.kind=replace"], "train.sparsity does not go with"),
         ([*SOFT, "model.moe_expert_widths=[2,4,8,8]"], "takes all experts for equally wide"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tiny_config, words, expected):
     with pytest.raises(ConfigError) as caught:
-        check_routers(load_config(tiny_config, words), 8)
+        check_run(load_config(tiny_config, words), 8)
     assert expected in str(caught.value)
 
 
 def test_several_processes_are_refused(tiny_config):
-    with pytest.raises(ConfigError, match=r"train\.sparse_density=0\.25 works in one process"):
+    with pytest.raises(ConfigError, match=r"train\.sparsity works in one process"):
         make_plan(load_config(tiny_config, SOFT), 2, cuda=False)
 
 

@@ -12,10 +12,10 @@ from models.hf import export_hf
 from moe.surgery import Change
 from tests.engines import local_engine
 from tests.training.tiny import MODEL
-from training.config.experts import SurgeryConfig, SurgeryEvent
 from training.health import RoutingHealth
 from training.optim.groups import parameter_groups
 from training.surgery.changes import make_changes
+from training.surgery.config import ExpertEvent, ExpertsConfig, Importance, Replace, Resize
 from training.surgery.importance import ExpertImportance
 from training.surgery.policy import Seen, choose_revivals, decide, level, scheduled
 
@@ -168,11 +168,11 @@ def test_events_see_those_before_them():
         load_LE=torch.tensor([[1.0, 1, 2, 0]]),
     )
     events = [
-        SurgeryEvent(step=5, kind="clone"),  # load times importance: 3, 1, 4
-        SurgeryEvent(step=5, kind="retire"),
-        SurgeryEvent(step=5, kind="clone", expert=0),  # into the place that is free now
-        SurgeryEvent(step=5, kind="revive", expert=3),
-        SurgeryEvent(step=6, kind="retire", expert=0),
+        ExpertEvent(step=5, kind="clone"),  # load times importance: 3, 1, 4
+        ExpertEvent(step=5, kind="retire"),
+        ExpertEvent(step=5, kind="clone", expert=0),  # into the place that is free now
+        ExpertEvent(step=5, kind="revive", expert=3),
+        ExpertEvent(step=6, kind="retire", expert=0),
     ]
     found = [(c.kind, c.expert, c.parent) for c in scheduled(events, 5, now)]
     assert found == [("clone", 3, 2), ("retire", 1, None), ("clone", 1, 0), ("revive", 2, 3)]
@@ -180,7 +180,9 @@ def test_events_see_those_before_them():
 
 
 def policy(**fields):
-    return SurgeryConfig(**{"policy": "resize", "every": 10, "cooldown": 100} | fields)
+    kind = {"resize": Resize, "replace": Replace}[fields.pop("policy", "resize")]
+    own = [key for key in fields if key in kind.model_fields]  # clone_above only of resize
+    return kind(**{"every": 10, "cooldown": 100} | {key: fields[key] for key in own})
 
 
 def follower(importance_E, load_E=(1.0, 1, 1, 1), active_E=(True,) * 4, low_E=(0.0,) * 4, **more):
@@ -289,10 +291,10 @@ def test_a_copy_is_of_the_family_of_its_parent():
         family_LE=torch.tensor([[0.0, 1, 2, 0]]),
         k=2,
     )
-    scheduled([SurgeryEvent(step=5, kind="clone", expert=2)], 5, now)
+    scheduled([ExpertEvent(step=5, kind="clone", expert=2)], 5, now)
     assert now.family_LE.tolist() == [[0, 1, 2, 2]]
     assert now.spare(0).all()
-    scheduled([SurgeryEvent(step=6, kind="retire", expert=1)], 6, now)
+    scheduled([ExpertEvent(step=6, kind="retire", expert=1)], 6, now)
     assert now.spare(0).tolist() == [False, False, True, True]
 
 
@@ -303,7 +305,9 @@ def test_a_copy_is_of_the_family_of_its_parent():
 def test_importance_is_an_average_over_applied_steps(how):
     model, optimizer = make(start_experts=6, importance=how)
     config = types.SimpleNamespace(
-        surgery=SurgeryConfig(importance=how, importance_decay=0.5, policy="resize"),
+        experts=ExpertsConfig(
+            importance=Importance(kind=how, decay=0.5), policy={"kind": "resize"}
+        ),
         model=types.SimpleNamespace(config=model.config),
     )
     follower = ExpertImportance.make(config, model, optimizer, torch.device("cpu"), 8)
@@ -350,7 +354,9 @@ def test_what_goes_with_an_expert_is_read_wherever_its_gradient_lies(accumulates
         torch.bfloat16, accumulates=accumulates, start_experts=6, importance="taylor"
     )
     config = types.SimpleNamespace(
-        surgery=SurgeryConfig(importance="taylor", importance_decay=0.0, policy="resize"),
+        experts=ExpertsConfig(
+            importance=Importance(kind="taylor", decay=0.0), policy={"kind": "resize"}
+        ),
         model=types.SimpleNamespace(config=model.config),
     )
     follower = ExpertImportance.make(config, model, optimizer, torch.device("cpu"), 8)

@@ -33,19 +33,19 @@ GLM = [
     "model.family=glm4_moe",
     "model.first_k_dense_replace=0",
     "model.num_experts=6",
-    "surgery.start_experts=4",
+    "experts.start=4",
 ]
 EVENTS = (
-    "surgery.events=[{step: 3, kind: clone, layer: 0, expert: 1}, {step: 5, kind: retire, "
+    "experts.events=[{step: 3, kind: clone, layer: 0, expert: 1}, {step: 5, kind: retire, "
     "layer: 0}, {step: 5, kind: clone, layer: 1}, {step: 7, kind: retire, layer: 1, expert: 0}]"
 )
 POLICY = [
-    "surgery.policy=resize",
-    "surgery.every=1",
-    "surgery.retire_below=0.9",
-    "surgery.retire_after=2",
-    "surgery.cooldown=1",
-    "surgery.clone_above=1.01",
+    "experts.policy.kind=resize",
+    "experts.policy.every=1",
+    "experts.policy.retire_below=0.9",
+    "experts.policy.retire_after=2",
+    "experts.policy.cooldown=1",
+    "experts.policy.clone_above=1.01",
 ]
 
 
@@ -122,12 +122,12 @@ def test_a_run_with_a_clone_and_a_retirement(tiny_config, monkeypatch, tmp_path)
 def test_the_policy_resizes_and_goes_on_bit_for_bit(tiny_config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = [str(tiny_config), *GLM, *POLICY, "train.steps=9", "checkpoint.every_steps=3"]
-    words += ["surgery.importance=gate_mass"]
+    words += ["experts.importance.kind=gate_mass"]
     assert train.main([*words, "run.name=whole"]) == 0
     whole = tmp_path / "runs" / "whole"
     told = of_run(whole, *CHANGED)
     assert {event["change"] for event in told} == {"clone", "retire"}
-    assert train.main([*words, "run.name=dry", "surgery.dry_run=true"]) == 0
+    assert train.main([*words, "run.name=dry", "experts.policy.dry_run=true"]) == 0
     dry = tmp_path / "runs" / "dry"
     assert not of_run(dry, *CHANGED)
     first = next(e for e in of_run(dry, "surgery_dry_run"))
@@ -159,8 +159,8 @@ def test_the_policy_resizes_and_goes_on_bit_for_bit(tiny_config, monkeypatch, tm
 
 def test_layers_are_levelled_before_the_end(tiny_config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    words = [str(tiny_config), "model.num_experts=6", "surgery.start_experts=4", *POLICY]
-    words += ["train.steps=11", "surgery.importance=reap"]
+    words = [str(tiny_config), "model.num_experts=6", "experts.start=4", *POLICY]
+    words += ["train.steps=11", "experts.importance.kind=reap"]
     assert train.main([*words, "run.name=refused"]) == 2
     words += ["router.end_steps=2"]
     assert train.main([*words, "run.name=levelled"]) == 0
@@ -177,11 +177,15 @@ def test_the_policy_goes_on_with_as_few_families_as_a_token_needs(
     which, tiny_config, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    words = [str(tiny_config), "run.seed=2", "train.steps=24", "surgery.clone=family"]
+    words = [str(tiny_config), "run.seed=2", "train.steps=24", "experts.copies.kind=family"]
     words += ["train.global_batch_size=2", "router.exportable=false", "model.init.router=3"]
     words += ["optim.router_lr_multiplier=5", *(POLICY if which == "resize" else POLICY[:-1])]
-    words += [f"surgery.policy={which}", "surgery.retire_below=0.95", "surgery.retire_after=1"]
-    assert train.main([*words, "surgery.importance=load", "run.name=few"]) == 0
+    words += [
+        f"experts.policy.kind={which}",
+        "experts.policy.retire_below=0.95",
+        "experts.policy.retire_after=1",
+    ]
+    assert train.main([*words, "experts.importance.kind=load", "run.name=few"]) == 0
     folder = tmp_path / "runs" / "few"
     buffers = read_weights((folder / "checkpoints" / "latest").resolve())
     fewest = 4
@@ -196,8 +200,8 @@ def test_families_share_tokens_and_dissolve(tiny_config, monkeypatch, tmp_path, 
     exported has no families."""
     monkeypatch.chdir(tmp_path)
     words = [str(tiny_config), "model.num_experts=6", "model.norm_topk_prob=true", "train.steps=12"]
-    words += ["surgery.start_experts=4", "surgery.clone=family", "surgery.importance=load"]
-    words += ["surgery.events=[{step: 4, kind: clone}, {step: 6, kind: clone}]"]
+    words += ["experts.start=4", "experts.copies.kind=family", "experts.importance.kind=load"]
+    words += ["experts.events=[{step: 4, kind: clone}, {step: 6, kind: clone}]"]
     assert train.main([*words, "run.name=refused"]) == 2
     assert train.main([*words, "router.end_steps=3", "run.name=family"]) == 0
     folder = tmp_path / "runs" / "family"
@@ -215,5 +219,5 @@ def test_families_share_tokens_and_dissolve(tiny_config, monkeypatch, tmp_path, 
     together = [word.replace("clone=family", "clone=copy") for word in words]
     capsys.readouterr()
     assert train.main([*together, "run.name=kept", "train.steps=13"]) == 2
-    assert "choice within families (surgery.clone)" in capsys.readouterr().err
+    assert "choice within families (experts.copies.kind)" in capsys.readouterr().err
     assert train.main([*together, "run.name=family", "train.steps=13"]) == 0

@@ -139,7 +139,7 @@ def test_evaluation_and_saving_change_nothing(run, whole, tmp_path):
     plain = tmp_path / "runs" / "plain"
     assert by_step(plain, *keys) == by_step(whole, *keys)
     settings = ("checkpoint.async_save=false", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
-    sample = ("eval.sample_prompt=the whale", "eval.sample_tokens=5", "eval.every_steps=1")
+    sample = ("eval.sample.prompt=the whale", "eval.sample.tokens=5", "eval.every_steps=1")
     assert run("run.name=busy", *settings, *sample) == 0
     busy = tmp_path / "runs" / "busy"
     assert by_step(busy, *keys) == by_step(whole, *keys)
@@ -193,12 +193,16 @@ def test_sigterm_finishes_the_step_saves_and_resumes_exactly(
         ("data.packing=false",),
         ("data.workers=2",),
         ("train.dtype=bfloat16", "optim.router_lr_multiplier=0.1"),
-        ("train.checkpointing=full", "router.balance_scope=global", "train.micro_batch_size=1"),
-        ("optim.spike_factor=3", "optim.schedule=cosine"),
-        ("router.top_k_schedule=geometric", "router.top_k_start=4", "router.soft_k=true"),
-        ("router.gradient=default",),
-        ("model.moe_expert_widths=[2,4,8,8]", "router.balance_load=flops"),
-        ("router.sample_temperature=1", "router.sample_until=9"),
+        ("train.checkpointing=full", "router.balance.kind=global", "train.micro_batch_size=1"),
+        ("optim.spike_factor=3", "optim.schedule.kind=cosine"),
+        ("router.top_k.kind=geometric", "router.top_k.start=4", "router.top_k.soft=true"),
+        ("router.gradient.kind=default",),
+        ("model.moe_expert_widths=[2,4,8,8]", "router.balance.load=flops"),
+        (
+            "router.selection.kind=sample",
+            "router.selection.temperature=1",
+            "router.selection.until=9",
+        ),
     ],
     ids=lambda settings: settings[0],
 )
@@ -219,7 +223,7 @@ def test_resume_is_exact_with(run, tmp_path, monkeypatch, settings):
 
 
 def test_the_number_of_experts_falls_and_is_told(run, tmp_path):
-    assert run("run.name=a", "router.top_k_schedule=linear", "router.top_k_start=4") == 0
+    assert run("run.name=a", "router.top_k.kind=linear", "router.top_k.start=4") == 0
     lines = read_metrics(tmp_path / "runs/a")
     assert [line["top_k"] for line in lines] == [4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2]
     # 4 → 2 over 6 steps: 4, 3.67, 3.33, 3, 2.67, 2.33, 2; validation at 4 is of K=2 and of K=3
@@ -273,7 +277,7 @@ def test_a_calibrated_start_changes_the_bias_and_not_the_data(run, tmp_path, mon
 
         return action
 
-    for name, words in (("a", ()), ("b", ("router.calibrate_bias=true",))):
+    for name, words in (("a", ()), ("b", ("router.bias={kind: quantile, calibrate: true}",))):
         with monkeypatch.context() as patch:
             before_step(patch, 1, look(name))
             assert run(f"run.name={name}", *glm, *words) == 0
@@ -288,7 +292,7 @@ def test_a_calibrated_start_changes_the_bias_and_not_the_data(run, tmp_path, mon
 def test_learning_rates_are_a_function_of_the_step_also_after_stops(run, tmp_path, monkeypatch):
     from training.config.build import load_config
 
-    settings = ("optim.schedule=cosine", "optim.warmup_steps=6")
+    settings = ("optim.schedule.kind=cosine", "optim.warmup_steps=6")
     for stop_at in range(1, STEPS, 2):
         with monkeypatch.context() as patch:
             before_step(patch, stop_at, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -480,7 +484,7 @@ def test_out_of_memory_says_how_routing_is_spread(run, monkeypatch, capsys):
     for part in (
         "out of memory on process 0 at step 3: CUDA out of memory. Tried to allocate 3.00 GiB.",
         "Tokens per expert of the last micro-batch: max 64 (MoE layer 0, expert 0), mean 16",
-        "max/mean 4.00; routing is skewed, so a larger router.balance_coef",
+        "max/mean 4.00; routing is skewed, so a larger router.balance.coef",
         "train.micro_batch_size (now 2)",
         "train.checkpointing=full",
         "data.seq_len",
@@ -532,7 +536,7 @@ def test_e16_a_run_that_cannot_save_its_end_fails(run, tmp_path, capsys, backgro
 
 
 def test_wandb_offline(run, tmp_path):
-    words = ("log.wandb=offline", "log.wandb_project=tiny", "log.plots=true")
+    words = ("log.wandb.mode=offline", "log.wandb.project=tiny", "log.plots=true")
     assert run("run.name=offline", *words) == 0
     found = list((tmp_path / "runs/offline").glob("wandb/offline-run-*/run-*.wandb"))
     pictures = (tmp_path / "runs/offline").glob("wandb/offline-run-*/files/media/images/**/*.png")
@@ -555,7 +559,7 @@ def test_wandb_cannot_hang_or_fail_the_run(run, tmp_path, monkeypatch, capsys, f
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     monkeypatch.setattr("training.report.run_log.WandbThread.FINISH_S", 0.2)
-    assert run("run.name=w", "log.wandb=online", "train.steps=4") == 0
+    assert run("run.name=w", "log.wandb.mode=online", "train.steps=4") == 0
     said = capsys.readouterr().out
     assert "Weights & Biases" in said and "metrics.jsonl has everything" in said
     assert len(read_metrics(tmp_path / "runs/w")) == 4

@@ -129,11 +129,10 @@ def load_initial(engine: Engine, model: Decoder, path: str | Path) -> None:
 
 # State that changes what the model computes, and the setting that makes it do so.
 _ACTING = {
-    ".router.selection_bias": "router.bias_update",
-    ".router.weight_ema": "router.ema",
-    ".router.default_ED": "router.gradient",
-    ".router.family_E": "surgery.clone",
-    "masks/": "train.sparse_density",
+    ".router.selection_bias": "router.bias",
+    ".router.weight_ema": "router.selection",
+    ".router.family_E": "experts.copies",
+    "masks/": "train.sparsity",
 }
 
 
@@ -151,8 +150,8 @@ def refuse_loss(folder: Path, kept: Collection[str], place: str = "") -> None:
     slots = [n.removeprefix("buffers/") for n in lost if n.endswith(".router.active_E")]
     if not all(bool(mask_E.all()) for mask_E in read_weights(folder, slots).values()):
         raise UserError(
-            f"{place}{folder} has free expert slots. Give surgery.events or surgery.policy (with "
-            "surgery.dry_run=true nothing changes), or start a run from its export, which leaves "
+            f"{place}{folder} has free expert slots. Give experts.events or experts.policy (with "
+            "dry_run: true nothing changes), or start a run from its export, which leaves "
             "them out (scripts/export_hf.py)"
         )
     found = read_state(folder).get("inexact", [])
@@ -162,7 +161,7 @@ def refuse_loss(folder: Path, kept: Collection[str], place: str = "") -> None:
         raise UserError(
             f"{place}{folder} was trained with {' and '.join(lacks)}, which this run does not "
             "have, so another model would be continued. Give the same settings, or let them end "
-            "before: in a run's last router.end_steps steps, masks at train.sparse_until"
+            "before: in a run's last router.end_steps steps, masks at train.sparsity.until"
         )
 
 

@@ -4,8 +4,8 @@
     plan = make_plan(config, world_size=4)
 
 A file holds only what differs from the defaults. Every mistake that can be seen without a model
-(an unknown key, a wrong type, an impossible or a useless combination) is a ConfigError of one line.
-The fields are in `training.config.sections`.
+(an unknown key, a wrong type, an impossible combination) is a ConfigError of one line. The fields
+are in `training.config.sections`, what cannot be together in `training.config.validate`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from models.config import known_fields
-from parallel.engines.choose import LOCAL
-from training.config.checks import (
-    check_combinations,
-    check_graph,
-    check_rounding,
-    check_states,
-    drop_idle,
-    refuse_sharded,
-    refuse_useless,
-    router_defaults,
-)
-from training.config.expert_checks import clone_default
+from moe.settings import OneOf
 from training.config.layout import plan_layout
 from training.config.load import (
     ConfigError,
@@ -45,13 +34,14 @@ from training.config.load import (
     first_line,
     kind,
     models_in,
+    option_in,
     read_yaml,
-    split_override,
 )
 from training.config.plan import Plan
 from training.config.sections import Config, ModelSection
-from training.config.validate import check_routers
+from training.config.validate import check_config, check_plan
 from training.data.lock import atomic_file
+from training.surgery.checks import dormant_copies
 
 __all__ = [
     "Config",
@@ -69,8 +59,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def field_names() -> dict[str, list[str]]:
-    """Every place of a config file ("" is the top level) → the keys that are valid there."""
-    names: dict[str, list[str]] = {"": list(Config.model_fields)}
+    """Every place of a config file ("" is the top level) → the keys that are valid there; of an
+    option those of all its kinds."""
+    names: dict[str, list[str]] = {}
 
     def walk(place: str, model: type[BaseModel]) -> None:
         keys = names.setdefault(place, [])
@@ -78,14 +69,28 @@ def field_names() -> dict[str, list[str]]:
             if model is ModelSection and key == "config":
                 keys += known_fields()
                 continue
-            keys.append(key)
-            for inner in models_in(field.annotation):
-                walk(f"{place}.{key}", inner)
+            keys += [key] * (key not in keys)
+            for inner in models_in(field):
+                walk(f"{place}.{key}".lstrip("."), inner)
 
-    for key, field in Config.model_fields.items():
-        for section in models_in(field.annotation):
-            walk(key, section)
+    walk("", Config)
     return names
+
+
+def option_kinds() -> dict[str, OneOf]:
+    """Every place of a config file where one of several kinds can stand."""
+    found: dict[str, OneOf] = {}
+
+    def walk(place: str, model: type[BaseModel]) -> None:
+        for key, field in model.model_fields.items():
+            inner = f"{place}.{key}".lstrip(".")
+            if (option := option_in(field)) is not None:
+                found[inner] = option
+            for nested in models_in(field):
+                walk(inner, nested)
+
+    walk("", Config)
+    return found
 
 
 def default_config_path() -> Path:
@@ -100,8 +105,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         ConfigError: any mistake, in one line: key, value, what is allowed, nearest valid name.
     """
     path = Path(path) if path is not None else default_config_path()
-    values = apply_overrides(read_yaml(path), overrides, field_names())
-    drop_idle(values, [place for place, _ in map(split_override, overrides)])
+    values = apply_overrides(read_yaml(path), overrides, field_names(), option_kinds())
     # A section whose keys are all commented out reads as empty, not as a mapping.
     values = {key: {} if value is None else value for key, value in values.items()}
     run = values.setdefault("run", {})
@@ -125,18 +129,28 @@ def build_config(values: dict[str, Any]) -> Config:
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(first_line(error, field_names())) from None
-    config = config.model_copy(
-        update={"router": config.router.model_copy(update=router_defaults(config))}
-    )
-    if config.surgery.clone is None:
-        clone = {"clone": clone_default(config)}
-        config = config.model_copy(update={"surgery": config.surgery.model_copy(update=clone)})
+    config = resolved(config)
     try:
-        refuse_useless(config)
-        check_combinations(config)
+        check_config(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config
+
+
+def resolved(config: Config) -> Config:
+    """The config with everything that is `auto` by its family spelled out."""
+    model = config.model.config
+    router = config.router.resolved(model.router_score, model.has_selection_bias)
+    if not model.moe_layers:  # nothing to balance
+        left = {key: None for key in ("bias", "balance") if getattr(config.router, key) == "auto"}
+        router = router.model_copy(update=left)
+    config = config.model_copy(update={"router": router})
+    copies = config.experts.copies
+    if copies.kind == "auto":
+        kind = "dormant" if dormant_copies(config) else "copy"
+        copies = copies.model_copy(update={"kind": kind})
+    experts = config.experts.model_copy(update={"copies": copies})
+    return config.model_copy(update={"experts": experts})
 
 
 def versions() -> dict[str, str]:
@@ -224,21 +238,7 @@ def make_plan(
     mesh, engine, exchange, offload = plan_layout(
         config, world_size, device, hosts, micro_batch, rows // micro_batch
     )
-    if engine != LOCAL:
-        several = f"{world_size} processes"
-        refuse_sharded(config, several if world_size > 1 else f"parallel.engine={engine}")
-    check_states(config, dtype)
-    if config.model.save == "fp8_h" and dtype != "bfloat16":
-        raise ConfigError(
-            f"model.save='fp8_h' needs train.dtype='bfloat16', this run's is {dtype!r}; allowed "
-            "here: h, x"
-        )
-    check_rounding(config, micro_batch)
-    if train.cuda_graph:
-        check_graph(config, device, dtype, rows // micro_batch)
-    if train.steps is not None:
-        check_routers(config, train.steps)
-    return Plan(
+    plan = Plan(
         world_size=world_size,
         device=device,
         dtype=dtype,
@@ -253,3 +253,5 @@ def make_plan(
         rows_per_rank=rows,
         tokens_per_step=train.global_batch_size * config.data.seq_len,
     )
+    check_plan(config, plan)
+    return plan

@@ -4,7 +4,7 @@ Every knob that changes which function the trained model is stands in `KNOBS`, w
 that can express it. One that the model's family cannot is refused before the run starts, unless the
 config says that it ends (`router.end_steps`: nothing of the kind acts in the last so many steps)
 or that the run is not meant to be exported (`router.exportable: false`). What is not listed here
-changes training alone: losses, learning rates, token rounding, jitter, expert dropout.
+changes training alone: losses, learning rates, token rounding, noise.
 
 The end of a run compares the model with what its folder will compute (`training/probe.py`), and a
 checkpoint records which knobs still act in it, so that no earlier one is exported by mistake.
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from training.config.expert_checks import events_uneven, uses_families
-from training.config.load import ConfigError, shown
+from training.config.load import ConfigError
+from training.surgery.checks import events_uneven, uses_families
 
 if TYPE_CHECKING:
     from training.config.sections import Config
@@ -46,37 +46,41 @@ KNOBS = (
         "other scores than its own",
         lambda c: c.router.score != c.model.config.router_score,
     ),
-    Knob("router.amplitude", "probabilities of amplitudes", lambda c: c.router.amplitude),
+    Knob("router.logits", "probabilities of amplitudes", lambda c: c.router.logits is not None),
     Knob(
-        "router.capacity_factor",
+        "router.capacity",
         "limit on the tokens of an expert",
-        lambda c: c.router.capacity_factor is not None,
+        lambda c: c.router.capacity is not None,
         "switched off",
     ),
     Knob(
-        "router.bias_update",
+        "router.bias",
         "selection bias",
-        lambda c: c.router.bias_update != "none",
+        lambda c: c.router.bias is not None,
         "annealed to zero",
         biased=True,
     ),
     Knob(
-        "router.ema",
+        "router.selection",
         "selection by averaged router weights",
-        lambda c: c.router.ema is not None,
+        lambda c: c.router.selection is not None and c.router.selection.kind == "ema",
         "switched off",
     ),
     # with a bias, layers are padded by experts that are never chosen
-    Knob("surgery.events", _LEVELS, events_uneven, "levelled", biased=True),
+    Knob("experts.events", _LEVELS, events_uneven, "levelled", biased=True),
     Knob(
-        "surgery.policy",
+        "experts.policy",
         _LEVELS,
-        lambda c: c.surgery.policy == "resize" and len(c.model.config.moe_layers) > 1,
+        lambda c: _resizes(c) and len(c.model.config.moe_layers) > 1,
         "levelled",
         biased=True,
     ),
-    Knob("surgery.clone", "choice within families", uses_families, "switched off"),
+    Knob("experts.copies", "choice within families", uses_families, "switched off"),
 )
+
+
+def _resizes(config: Config) -> bool:
+    return config.experts.policy is not None and config.experts.policy.kind == "resize"
 
 
 def inexact(config: Config) -> list[Knob]:
@@ -86,46 +90,36 @@ def inexact(config: Config) -> list[Knob]:
 
 
 def check_exactness(config: Config) -> None:
-    """Refuse a run whose export would be another model, and settings that end nothing.
+    """Refuse a run whose export would be another model.
 
     Raises:
         ConfigError: naming the setting, the family, and what is allowed.
     """
     router, family = config.router, config.model.config.family
-    found = inexact(config)
-    if not found:
-        for key, idle in (("end_steps", None), ("exportable", True)):
-            value = getattr(router, key)
-            if value != idle:
-                raise ConfigError(
-                    f"router.{key}={shown(value)} has no effect: all that this router does can be "
-                    f"exported as {family}; leave it out"
-                )
-        return
     if not router.exportable:
-        if router.end_steps is not None:
-            raise ConfigError(
-                f"router.end_steps={router.end_steps} has no effect with router.exportable=false; "
-                "leave one of them out"
-            )
         return
-    for knob in found:
-        section, _, key = knob.place.partition(".")
-        value = getattr(getattr(config, section), key)
-        given = f"{knob.place}={'...' if isinstance(value, list) else shown(value)}"
+    for knob in inexact(config):
+        lacks = f"{_given(config, knob.place)} cannot be exported: {family} has no {knob.what}"
         if knob.end is None:
             raise ConfigError(
-                f"{given} cannot be exported: {family} has no {knob.what}; allowed "
-                "only with router.exportable=false, for a run that is not to be exported"
+                f"{lacks}; allowed only with router.exportable=false, for a run that is not to be "
+                "exported"
             )
         if router.end_steps is None:
             raise ConfigError(
-                f"{given} cannot be exported: {family} has no {knob.what}. Give "
-                f"router.end_steps: the last so many steps train without it ({knob.end} before), "
-                "or router.exportable=false for a run that is not to be exported"
+                f"{lacks}. Give router.end_steps: the last so many steps train without it "
+                f"({knob.end} before), or router.exportable=false for a run that is not to be "
+                "exported"
             )
-    if config.train.steps is not None:
-        check_ends(config, config.train.steps)
+
+
+def _given(config: Config, place: str) -> str:
+    """A setting as a message names it: of an option its kind."""
+    section, _, key = place.partition(".")
+    value = getattr(getattr(config, section), key)
+    if (kind := getattr(value, "kind", None)) is not None:
+        return f"{place}.kind={kind}"
+    return f"{place}={value}" if isinstance(value, str) else place
 
 
 def check_ends(config: Config, steps: int) -> None:
@@ -145,21 +139,14 @@ def last_acting_step(config: Config, place: str, steps: int) -> int | None:
     return None
 
 
-def mask_steps(config: Config, steps: int) -> tuple[int, int, int]:
-    """First mask, density reached, last mask: the steps after which they are made."""
-    train = config.train
-    end = train.sparse_start if train.sparse_end is None else train.sparse_end
-    return train.sparse_start, end, train.sparse_until or steps * 3 // 4
-
-
 def _masked(config: Config, step: int, steps: int) -> list[str]:
     """Masks whose hidden weights are not zero yet after `step`."""
-    train = config.train
-    if train.sparse_density is None or train.sparse_method == "regrow":
+    masks = config.train.sparsity
+    if masks is None or masks.kind != "straight_through":
         return []
-    start, _, until = mask_steps(config, steps)
-    hidden = start <= step < until
-    return ["masks of weights that go on learning (train.sparse_density)"] if hidden else []
+    first, _, last = masks.steps(steps)
+    hidden = first <= step < last
+    return ["masks of weights that go on learning (train.sparsity)"] if hidden else []
 
 
 def acting(config: Config, step: int, steps: int) -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from moe.settings import Settings
 from parallel.engines.choose import resolve_engine
 from parallel.expert_parallel import ExpertParallelOptions
 from parallel.mesh import MeshPlan, plan_mesh
@@ -43,13 +44,8 @@ def plan_layout(
             experts,
             hosts,
         )
-        exchange = ExpertParallelOptions(
-            chunks=parallel.chunks,
-            schedule=parallel.schedule,
-            payload=parallel.payload,
-            transport=parallel.transport,
-        )
-        offload = Offload(parallel.offload, parallel.offload_weights, parallel.offload_path)
+        exchange = _exchange(parallel.exchange)
+        offload = _offload(parallel.offload)
         if parallel.expert is None and len(mesh.degrees) > 1:
             plans = [replace(mesh, expert=degree) for degree in mesh.degrees]
             plans = [plan for plan in plans if _works(exchange, plan, device)] or plans
@@ -61,6 +57,24 @@ def plan_layout(
     except ParallelError as error:
         raise ConfigError(str(error)) from None
     return mesh, engine, exchange, offload
+
+
+def _exchange(given: Settings) -> ExpertParallelOptions:
+    """The exchange as expert parallelism takes it."""
+    if given.kind == "pairwise":
+        return ExpertParallelOptions(schedule="pairwise", payload=given.payload)
+    chunks = None if given.chunks == type(given)().chunks else given.chunks
+    if given.kind == "all_gather":
+        return ExpertParallelOptions(chunks=chunks, schedule="whole", payload=given.payload)
+    return ExpertParallelOptions(chunks=chunks, payload=given.payload, transport=given.transport)
+
+
+def _offload(given: Settings | None) -> Offload:
+    """What lies outside of the device as an engine takes it."""
+    if given is None:
+        return Offload()
+    states, weights = (given.kind if on else "none" for on in (given.states, given.weights))
+    return Offload(states, weights, getattr(given, "path", None))
 
 
 def _works(exchange: ExpertParallelOptions, plan: MeshPlan, device: str) -> bool:

@@ -14,14 +14,16 @@ import os.path
 import re
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from models.errors import UserError, allowed_by
+from moe.settings import OneOf
 
 
 class ConfigError(UserError):
@@ -235,18 +237,28 @@ def split_override(word: str) -> tuple[str, str]:
 
 
 def apply_overrides(
-    values: dict[str, Any], overrides: Sequence[str], names: dict[str, Sequence[str]]
+    values: dict[str, Any],
+    overrides: Sequence[str],
+    names: dict[str, Sequence[str]],
+    kinds: Mapping[str, OneOf] | None = None,
 ) -> dict[str, Any]:
-    """`values` with each `section.key=value` set; a number steps into a list (data.sources.0.path).
+    """`values` with each `section.key=value` set; a number steps into a list (data.sources.0.path),
+    a key of an option into it (router.bias.rate).
+
+    Another kind of an option starts from that kind's defaults: of what it was told before, only
+    what the command line said stays.
 
     Args:
         names: every dotted place → the keys valid there, for the section of a key without one.
+        kinds: every dotted place of an option of several kinds → its kinds.
 
     Raises:
         ConfigError: a word that is no assignment, or a path through something that holds no keys.
     """
+    given: set[str] = set()
     for word in overrides:
-        path, text = split_override(word)
+        path, _, text = word.partition("=")
+        path = path.strip().removeprefix("--")
         if "=" not in word or not path:
             raise ConfigError(f"{word!r} is not an override; write section.key=value")
         keys = path.split(".")
@@ -254,7 +266,15 @@ def apply_overrides(
             meant = full_name(path, names)
             example = f"did you mean {meant}={text}?" if meant else "for example train.steps=50"
             raise ConfigError(f"override {word!r} must name section.key; {example}")
-        _assign(values, keys, parse_yaml(text, f"the value of override {word!r}"), word)
+        value = parse_yaml(text, f"the value of override {word!r}")
+        holder = _enter(values, keys, word, kinds or {})
+        place, key = path.rpartition(".")[::2]
+        option = (kinds or {}).get(place)
+        if option is not None and key == "kind" and holder.get("kind", option.default) != value:
+            for old in [old for old in holder if f"{place}.{old}" not in given]:
+                del holder[old]
+        holder[int(key) if isinstance(holder, list) else key] = value
+        given.add(path)
     return values
 
 
@@ -262,29 +282,31 @@ def _is_index(key: str) -> bool:
     return key.isascii() and key.isdecimal()
 
 
-def _assign(target: Any, keys: list[str], value: Any, word: str) -> None:
+def _enter(values: Any, keys: list[str], word: str, kinds: Mapping[str, OneOf]) -> Any:
+    """The mapping or list that the last of `keys` is a key of; what is unset on the way there
+    becomes one."""
+    target = values
     for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
+        place = ".".join(keys[:depth])
         if isinstance(target, list):
             if not _is_index(key) or int(key) > len(target):
                 raise ConfigError(
-                    f"override {word!r}: {'.'.join(keys[:depth])} is a list of {len(target)}, "
-                    f"so {key!r} must be a number up to {len(target)}"
+                    f"override {word!r}: {place} is a list of {len(target)}, so {key!r} must be a "
+                    f"number up to {len(target)}"
                 )
             key = int(key)
             if key == len(target):
                 target.append(None)
         elif not isinstance(target, dict):
-            raise ConfigError(
-                f"override {word!r}: {'.'.join(keys[:depth])} is {kind(target)} and holds no keys"
-            )
-        if last:
-            target[key] = value
-        else:
-            inner = target[key] if isinstance(target, list) else target.get(key)
-            if inner is None:
-                target[key] = [] if _is_index(keys[depth + 1]) else {}
-            target = target[key]
+            raise ConfigError(f"override {word!r}: {place} is {kind(target)} and holds no keys")
+        if depth == len(keys) - 1:
+            break
+        inner = target[key] if isinstance(target, list) else target.get(key)
+        option = kinds.get(".".join(keys[: depth + 1]))
+        if inner is None or (option is not None and inner in option.words):
+            target[key] = [] if _is_index(keys[depth + 1]) else {}
+        target = target[key]
+    return target
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -293,7 +315,7 @@ def _assign(target: Any, keys: list[str], value: Any, word: str) -> None:
 def kind(value: Any) -> str:
     """What a YAML value is, in a user's words."""
     names = {dict: "a mapping", list: "a list", str: "text", bool: "true/false"}
-    names |= {int: "a number", float: "a number", type(None): "empty"}
+    names |= {int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
 
 
@@ -303,13 +325,29 @@ def shown(value: Any) -> str:
     return words[value] if value is None or isinstance(value, bool) else repr(value)
 
 
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Every pydantic model that an annotation mentions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in typing.get_args(annotation):
-        if not isinstance(argument, str):
-            yield from models_in(argument)
+def option_in(field: FieldInfo) -> OneOf | None:
+    """The kinds of a field that is one of several kinds."""
+
+    def found(annotation: Any) -> Iterator[OneOf]:
+        yield from (item for item in getattr(annotation, "__metadata__", ()))
+        for argument in typing.get_args(annotation):
+            yield from found(argument)
+
+    items = (*field.metadata, *found(field.annotation))
+    return next((item for item in items if isinstance(item, OneOf)), None)
+
+
+def models_in(field: FieldInfo) -> list[type[BaseModel]]:
+    """The classes of a field's nested values: those of its kinds, or those it mentions."""
+
+    def found(annotation: Any) -> Iterator[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield annotation
+        for argument in typing.get_args(annotation):
+            yield from found(argument)
+
+    option = option_in(field)
+    return [*(found(field.annotation) if option is None else option.table.values())]
 
 
 def nearest(name: str, candidates: Sequence[str]) -> str | None:
@@ -319,6 +357,7 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
         if candidate.lower() == plain:
             return candidate
     longer = [name for name in candidates if _part_of(plain, name)]
+    longer = longer or [name for name in candidates if _part_of(name, plain)]
     if plain and len(longer) == 1:
         return longer[0]
     close = difflib.get_close_matches(plain, candidates, 1, cutoff=0.6)
@@ -327,7 +366,7 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
 
 def _part_of(name: str, longer: str) -> bool:
     """Whether a name is a run of whole words of a longer one, as `every` is of `every_steps`."""
-    return f"_{name}_" in f"_{longer.lower()}_"
+    return f"_{name.lower()}_" in f"_{longer.lower()}_"
 
 
 # How other programs call what has another name here: → section.key.
@@ -410,7 +449,8 @@ def unknown_key_message(section: str, key: str, value: Any, names: dict[str, Seq
     # An exact name elsewhere beats a similar one here: the key sits one level too high or astray.
     # Not one that lacks a letter, as train.step does, or a word, as log.every does.
     exact = [f"{place}.{plain}" for place, keys in names.items() if place and plain in keys]
-    if not exact and (other := _other_name(plain, names)) is not None:
+    other = _other_name(plain, names)
+    if other is not None and (not exact or other.startswith(f"{section}.")):
         return f"{head}; did you mean {other}?"
     alike = best and (
         difflib.SequenceMatcher(None, plain, best.lower()).ratio() > 0.85 or _part_of(plain, best)
@@ -453,7 +493,7 @@ def first_line(error: ValidationError, names: dict[str, Sequence[str]]) -> str:
     """
     found = error.errors(include_url=False)
     # An unknown key is often the cause of what else is wrong, so it is told first.
-    found.sort(key=lambda e: e["type"] != "extra_forbidden")
+    found.sort(key=lambda e: e["type"] not in ("extra_forbidden", "unknown_key", "other_kind"))
     first = found[0]
     location = [part for part in first["loc"] if not _is_union_tag(part)]
     if first["type"] == "extra_forbidden" and location[-1:] != [first["loc"][-1]]:
@@ -474,6 +514,21 @@ def first_line(error: ValidationError, names: dict[str, Sequence[str]]) -> str:
         place = ".".join(map(str, location))
         if place and place not in line and not _mentions(line, place, names):
             line = _placed(line, place, location, first["input"], names)
+    elif first["type"] == "unknown_key":  # of one kind of an option (`moe.settings`)
+        *place, key = map(str, location)
+        here = ".".join(place)
+        own = {**names, here: first["ctx"]["names"]}
+        line = unknown_key_message(here, key, first["input"], own)
+    elif first["type"] in ("other_kind", "unknown_kind", "no_kind", "no_mapping"):
+        given = "" if first["type"] == "no_kind" else f"={shown(first['input'])}"
+        known = first["ctx"].get("names", ()) if first["type"] == "unknown_kind" else ()
+        near = nearest(str(first["input"]), known)
+        line = f"{'.'.join(map(str, location))}{given} {first['msg']}"
+        line += f"; did you mean {near}?" if near else ""
+    elif first["type"] == "model_type" and len(location) > 1:
+        place = ".".join(map(str, location))
+        keys = ", ".join(names.get(place, ()))
+        line = f"{place}={shown(first['input'])} must be null or a mapping of its keys: {keys}"
     else:
         places = [e for e in found if e["loc"][: len(location)] == first["loc"][: len(location)]]
         allowed = " or ".join(dict.fromkeys(allowed_by(e) for e in places))

@@ -1,8 +1,9 @@
 """The sections of a run's config: typed fields, each with its meaning below it.
 
-Nothing here says what goes together; `training.config.build` loads a config and checks it. The
-`model` section takes the field names of a Hugging Face config.json (models/config.py) beside its
-own.
+An option with settings of its own is `null` or one of a few kinds, each a class beside the code
+that reads it (moe/config.py, parallel/config.py, training/optim/config.py, …/surgery/config.py).
+The `model` section takes the field names of a Hugging Face config.json (models/config.py) beside
+its own. `training.config.build` loads a config and checks what goes together.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from models.config import ModelConfig, Positive, Strict
+from models.config import ModelConfig, Positive
 from models.errors import UserError
 from models.first_weights import FirstWeights
 from models.hf.config import fields_from_hf
-from training.config.experts import SurgeryConfig
+from moe.config import RouterConfig
+from moe.settings import Settings, one_of
+from parallel.config import AllToAll, Exchange, Offloading
 from training.config.load import ConfigError, PathText, expand_home, first_line, shown
-from training.config.router import RouterConfig
 from training.data.config import DataConfig
 from training.optim.adamw import AdamW
+from training.surgery.config import ExpertsConfig
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
-
-class RunConfig(Strict):
+class RunConfig(Settings):
     """Name, place and repeatability of the run."""
 
     name: str | None = None
-    """Folder of the run inside `run.dir`. Empty: the config file's name without its ending."""
+    """Folder of the run inside `run.dir`. `null`: the config file's name without its ending."""
     dir: PathText = "runs"
     """Folder that holds all runs, relative to where the command is typed."""
     seed: Annotated[int, Field(ge=0, le=10**12)] = 0
@@ -58,7 +59,7 @@ class RunConfig(Strict):
         return Path(self.dir) / (self.name or "run")
 
 
-class ModelSection(Strict):
+class ModelSection(Settings):
     """The model: fields of a Hugging Face config.json, and how it is built and computed here."""
 
     hf_config: PathText | None = None
@@ -121,7 +122,48 @@ def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:
         raise ConfigError(f"{key}={path!r}: {error}") from None
 
 
-class TrainConfig(Strict):
+class _Masks(Settings):
+    density: Annotated[float, Field(gt=0, lt=1)]
+    """Share of the weights of every expert's matrices that is kept; the others become zero, also in
+    an export."""
+    block: Positive = 1
+    """Side of the square blocks that are kept or hidden as a whole."""
+    start: Positive = 1
+    """Step after which the first mask is made."""
+    every: Positive = 100
+    """Steps from one mask to the next."""
+    end: Positive | None = None
+    """Step at which the density is reached, on a cubic path from 1; `null`: with the first mask."""
+    until: Positive | None = None
+    """Step of the last mask: from then on it stays, and hidden weights are zero. `null`: at three
+    quarters of the run."""
+
+    def steps(self, steps: int) -> tuple[int, int, int]:
+        """First mask, density reached, last mask: after which of a run's `steps` they are made."""
+        end = self.start if self.end is None else self.end
+        return self.start, end, self.until or steps * 3 // 4
+
+
+class StraightThrough(_Masks):
+    """The largest weights are computed with, and all learn until `until`."""
+
+    kind: Literal["straight_through"] = "straight_through"
+
+
+class Regrow(_Masks):
+    """Hidden weights are zero, and at every new mask some of the smallest give way to those with
+    the largest gradients (RigL, arXiv 1911.11134)."""
+
+    kind: Literal["regrow"] = "regrow"
+    regrow: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of what is kept that the first mask exchanges; it falls to zero until `until`."""
+
+
+SPARSITIES: dict[str, type[Settings]] = {"straight_through": StraightThrough, "regrow": Regrow}
+Sparsity = one_of(SPARSITIES, default="straight_through")
+
+
+class TrainConfig(Settings):
     """Length, batch and precision."""
 
     steps: Positive | None = None
@@ -141,37 +183,27 @@ class TrainConfig(Strict):
     small models, whose steps wait for the host. Keeps the activations' memory between steps."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them."""
-    sparse_density: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the weights of every expert's matrices that is kept; the others become zero, also in
-    an export. Empty: all. Products are not faster for it: see docs/sparse.md."""
-    sparse_method: Literal["straight_through", "regrow"] = "straight_through"
-    """straight_through: the largest weights are computed with, and all learn until
-    `train.sparse_until`. regrow (RigL): hidden weights are zero, and at every new mask some of the
-    smallest give way to those with the largest gradients."""
-    sparse_block: Positive = 1
-    """Side of the square blocks that are kept or hidden as a whole."""
-    sparse_start: Positive = 1
-    """Step after which the first mask is made."""
-    sparse_every: Positive = 100
-    """Steps from one mask to the next."""
-    sparse_end: Positive | None = None
-    """Step at which the density is reached, on a cubic path from 1; empty: with the first mask."""
-    sparse_until: Positive | None = None
-    """Step of the last mask: from then on it stays, and hidden weights are zero. Empty: at three
-    quarters of the run."""
-    sparse_regrow: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """Share of what is kept that the first mask of the method regrow exchanges; it falls to zero
-    until `train.sparse_until`."""
+    sparsity: Sparsity | None = None
+    """Masks of the experts' weights. Products are not faster for it: see docs/sparse.md."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(
+                f"train.steps={shown(self.steps)} and train.epochs={shown(self.epochs)}: give one "
+                "of the two, and one only (null unsets the other)"
+            )
+        return self
 
 
-class ParallelConfig(Strict):
+class ParallelConfig(Settings):
     """How several processes share one model (docs/parallel.md); one process needs none of it."""
 
     nodes: Positive | None = None
     """Nodes that the processes form: dense weights are sharded inside a node and replicated over
-    nodes. Empty: the number of hosts; a multiple of it cuts hosts into several nodes."""
+    nodes. `null`: the number of hosts; a multiple of it cuts hosts into several nodes."""
     expert: Positive | None = None
-    """Ranks that the experts are split over. Empty: the number that a model of the costs finds
+    """Ranks that the experts are split over. `null`: the number that a model of the costs finds
     fastest among those whose weights and moments fit the GPUs (docs/scaling.md)."""
     expert_placement: Literal["across_nodes", "within_node"] = "across_nodes"
     """across_nodes: a node's ranks share the node's experts and tokens travel between nodes.
@@ -179,79 +211,83 @@ class ParallelConfig(Strict):
     engine: Literal["auto", "fsdp2", "deepspeed"] = "auto"
     """ZeRO-3 by PyTorch's FSDP2 or by DeepSpeed. auto: none for one process; of several, deepspeed
     where something is offloaded, else fsdp2. One that is named is used by one process too."""
-    offload: Literal["none", "cpu", "nvme"] = "none"
-    """Where gradients, master weights and moments lie and the update runs: on the device, in host
-    memory, or, but for gradients, in files of `offload_path`."""
-    offload_weights: Literal["none", "cpu", "nvme"] = "none"
-    """Where a process keeps its part of the weights between their uses, likewise."""
-    offload_path: PathText | None = None
-    """Folder on a local disk of every host, for nvme."""
-    chunks: Positive | None = None
-    """Parts of a micro-batch that travel while others are computed; empty: 2, or 1 with
-    schedule=whole."""
-    schedule: Literal["all", "pairwise", "whole"] = "all"
-    """Exchange with all ranks at once, or with one after the other; whole: send all tokens to all
-    ranks, whatever their experts, so that no size is read back from the device."""
-    payload: Literal["model", "float8"] = "model"
-    """Form of tokens on their way to experts: the model's dtype, or E4M3 with scales."""
-    transport: Literal["collective", "pull"] = "collective"
-    """collective: NCCL or gloo. pull: copies out of the peers' memory, for GPUs of one host."""
+    offload: Offloading | None = None
+    """What lies in host memory or on a disk instead of on the device."""
+    exchange: Exchange = AllToAll()
+    """How tokens travel to experts of other ranks."""
     timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     """Seconds after which a collective operation that hangs ends the run."""
 
 
-class CheckpointConfig(Strict):
+class CheckpointConfig(Settings):
     """When the run is saved and how much is kept."""
 
     every_steps: Positive | None = 500
-    """Steps between checkpoints; empty: only at the end and on request. The last step is always
+    """Steps between checkpoints; `null`: only at the end and on request. The last step is always
     saved."""
     keep_last: Positive | None = 3
-    """Checkpoints that stay; empty: all."""
+    """Checkpoints that stay; `null`: all."""
     async_save: bool = True
     """Write in the background while training goes on."""
 
 
-class EvalConfig(Strict):
+class SampleConfig(Settings):
+    """A text that the model continues at every validation."""
+
+    prompt: str
+    """Its beginning."""
+    tokens: Positive = 64
+    """Tokens that the model adds."""
+
+
+class EvalConfig(Settings):
     """Validation and samples during training."""
 
     every_steps: Positive | None = 250
-    """Steps between validations; empty: never, and then `sample_prompt` must be empty too."""
+    """Steps between validations; `null`: never."""
     rows: Positive | None = 128
     """Rows of `data.seq_len` tokens that one validation reads of each source, over all processes
-    together; empty: all."""
-    sample_prompt: str | None = None
-    """Text that the model continues at every validation; empty: none."""
-    sample_tokens: Positive = 64
-    """Tokens of a sample."""
+    together; `null`: all."""
+    sample: SampleConfig | None = None
+    """A sample of the model's text at every validation."""
 
 
-class LogConfig(Strict):
+class WandbConfig(Settings):
+    """Weights & Biases beside the run folder's own metrics.jsonl."""
+
+    mode: Literal["offline", "online"]
+    """offline: files in the run folder. online: sent while the run goes on."""
+    project: str = "tessera"
+    """Project there."""
+
+
+class LogConfig(Settings):
     """What is told while training."""
 
     every_steps: Positive = 10
     """Steps between log lines; only these read values back from the device."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases beside the run folder's own metrics.jsonl."""
-    wandb_project: str = "tessera"
-    """Project there."""
+    wandb: WandbConfig | None = None
+    """Weights & Biases too."""
     activation_threshold: Annotated[float, Field(ge=0)] | None = None
     """Measure at log steps, on a few fixed rows, which share of the experts' activations a product
-    could not skip, for tiles of 1 to 128 rows, if absolute values up to this count as zero. Empty:
+    could not skip, for tiles of 1 to 128 rows, if absolute values up to this count as zero. `null`:
     do not."""
     plots: bool = True
     """Draw plots/*.png at validations and at the end."""
 
 
-class Config(Strict):
+OPTIMIZERS: dict[str, type[Settings]] = {"adamw": AdamW}
+
+
+class Config(Settings):
     """A whole run. Build it with `load_config`."""
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelSection
     router: RouterConfig = Field(default_factory=RouterConfig)
-    surgery: SurgeryConfig = Field(default_factory=SurgeryConfig)
+    experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
     data: DataConfig
-    optim: AdamW = Field(default_factory=AdamW)
+    optim: one_of(OPTIMIZERS, default="adamw") = Field(default_factory=AdamW)
     train: TrainConfig
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -1,177 +1,273 @@
-"""Whether the routers of a config can be built and do what the config says, before a model is.
+"""What cannot be, told before a model is built: by the config alone, by a plan, or by the length of
+the run.
 
-A schedule of K must fit the experts and end with the run, what begins with some step must begin in
-it. Used by training/config/build.py where the length of the run is known, and by train.py where it
-comes out of the data. An error of the layer's own checks is told by the names of the config file.
+A section refuses by itself what its own fields cannot mean together, and the layer what no router
+and no experts can do; here is what several sections have to do with.
 """
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator
 
-from models.config import known_fields
+from moe.config import RouterConfig, check_router
+from parallel.engines.choose import LOCAL
 from training.assemble import router_options
-from training.config.checks import check_sparse
-from training.config.expert_checks import uses_slots
-from training.config.experts import SurgeryConfig
-from training.config.export_compat import check_ends, last_acting_step
-from training.config.load import ConfigError, shown
-from training.config.router import RouterConfig
+from training.config.export_compat import check_ends, check_exactness, last_acting_step
+from training.config.load import ConfigError
+from training.config.plan import Plan
+from training.config.sections import Config
+from training.surgery.checks import check_experts, check_importance, revives_dead, uses_slots
 from training.surgery.policy import calendar, last_release
 
-if TYPE_CHECKING:
-    from training.config.sections import Config
 
-
-# Names of the layer's own settings (`moe.MoEConfig` and what it holds) that a config file has under
-# another name; the others are looked up in its sections.
-_PLACES = {
-    "groups": "model.n_group",
-    "groups_kept": "model.topk_group",
-    "group_top": "model.n_group",
-    "norm": "model.norm_topk_prob",
-    "route_scale": "model.routed_scaling_factor",
-    "expert_widths": "model.moe_expert_widths",
-    "expert_size": "model.moe_intermediate_size",
-    "shared_expert_size": "model.n_shared_experts",
-    "activation": "model.hidden_act",
-    "init_std": "model.initializer_range",
-    "router_init_std": "router.init_std",
-    "kernels": "model.kernels",
-    "save": "model.save",
-    "selection_bias": "router.bias_update",
-    "families": "surgery.clone",
-    "amplitude": "router.amplitude",
-    "capacity": "router.capacity_factor",
-    "capacity_drop": "router.capacity_drop",
-    "top_k": "router.top_k_schedule",
-    "bias_targets": "router.balance_load",
-    "keep_load": "router.balance_scope",
-    "variant": "router.rounding",
-    **dict.fromkeys(
-        ("bias_anneal", "ema_until", "families_until", "capacity_until"),
-        "router.end_steps",
-    ),
-}
-# Values that a config file spells otherwise.
-_VALUES = {
-    "norm": {"'topk_sum'": "true", "'softmax_topk'": "true", "'none'": "false"},
-    "families": {"True": "'family'", "False": "'copy'"},
-}
-_NAME = re.compile(
-    r"(?<![\w.'/])(?P<owner>control\.|rounding\.)?(?P<name>[a-z]\w*)=(?P<value>'\w*'|\w+)?"
-)
-
-
-def place_of(name: str, owner: str = "") -> str | None:
-    """section.key of a setting of the layer; None if a config file has none such.
-
-    Args:
-        owner: "control." or "rounding.", if it belongs to that part of a layer's config.
-    """
-    if owner == "rounding." and name != "variant":
-        name = f"rounding_{name}"
-    if name in _PLACES:
-        return _PLACES[name]
-    for section, fields in (
-        ("router", RouterConfig.model_fields),
-        ("surgery", SurgeryConfig.model_fields),
-        ("model", known_fields()),
-    ):
-        if name in fields:
-            return f"{section}.{name}"
-    rounding = f"rounding_{name}"
-    return f"router.{rounding}" if rounding in RouterConfig.model_fields else None
-
-
-def in_config_words(sentence: str) -> str:
-    """An error of the layer's, its settings by the names that they have in a config file."""
-
-    def renamed(match: re.Match[str]) -> str:
-        name, value = match["name"], match["value"]
-        place = place_of(name, match["owner"] or "")
-        if place is None:
-            return match[0]
-        value = _VALUES.get(name, {}).get(value, value or "")
-        return f"{place}={ {'True': 'true', 'False': 'false', 'None': 'null'}.get(value, value) }"
-
-    sentence = re.sub(
-        r"(?<![\w.'/])(control|rounding)\.([a-z]\w*)(?![\w=])",
-        lambda m: place_of(m[2], f"{m[1]}.") or m[0],
-        _NAME.sub(renamed, sentence),
-    )
-    return re.sub(r"allowed: None\b", "allowed: null", sentence)
-
-
-def check_routers(config: Config, steps: int) -> None:
-    """Refuse routers that cannot be, in a run of so many steps.
+def check_config(config: Config) -> None:
+    """Refuse settings that are right alone and impossible together.
 
     Raises:
         ConfigError: key, value, what is allowed.
     """
-    model = config.model.config
-    check_sparse(config, steps)
+    data, model, router = config.data, config.model.config, config.router
+    if data.seq_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"data.seq_len={data.seq_len} must not exceed "
+            f"model.max_position_embeddings={model.max_position_embeddings}"
+        )
+    check_experts(config)
+    check_exactness(config)
     if not model.moe_layers:
-        _refuse_all(config)
+        _refuse_options(router)
         return
-    _check_starts(config, steps)
+    check_router(
+        router,
+        experts=model.num_experts,
+        k=model.num_experts_per_tok,
+        groups=model.expert_groups[0],
+        groups_kept=model.expert_groups[1],
+        sums_to_one=model.norm_topk_prob,
+    )
+    if getattr(router.balance, "load", "tokens") == "flops":
+        widths = model.moe_expert_widths
+        if widths is None or (router.bias is not None and isinstance(widths[0], list)):
+            one = "" if widths is None else " as one list for all layers, with router.bias"
+            raise ConfigError(
+                f"router.balance.load='flops' needs model.moe_expert_widths{one}; allowed: tokens"
+            )
+    if model.has_selection_bias and getattr(router.selection, "kind", None) == "sample":
+        raise ConfigError(
+            f"router.selection.kind=sample does not go with the selection bias of {model.family}"
+        )
+
+
+def _refuse_options(router: RouterConfig) -> None:
+    """A model without experts has no router to set anything of."""
+    plain = RouterConfig(score=router.score, balance=None, bias=None)
+    for key in RouterConfig.model_fields:
+        if getattr(router, key) != getattr(plain, key):
+            raise ConfigError(
+                f"router.{key} has no effect: no layer of this model has experts; leave it out"
+            )
+
+
+# --- a plan ---------------------------------------------------------------------------------------
+
+
+def check_plan(config: Config, plan: Plan) -> None:
+    """Refuse what cannot be computed by these processes, on this device.
+
+    Raises:
+        ConfigError: key, value, what is allowed.
+    """
+    if plan.engine != LOCAL:
+        several = f"{plan.world_size} processes"
+        sharing = several if plan.world_size > 1 else f"parallel.engine={plan.engine}"
+        refuse_sharded(config, sharing)
+    for key in ("weights", "moments"):
+        if getattr(config.optim, key) != "float32" and plan.dtype != "bfloat16":
+            raise ConfigError(
+                f"optim.{key}={getattr(config.optim, key)!r} needs a bfloat16 model, and this run "
+                f"computes in {plan.dtype}: set train.dtype=bfloat16, or leave it out"
+            )
+    if config.model.save == "fp8_h" and plan.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.save='fp8_h' needs train.dtype='bfloat16', this run's is {plan.dtype!r}; "
+            "allowed here: h, x"
+        )
+    _check_rounding(config, plan.micro_batch_size)
+    if config.train.cuda_graph:
+        _check_graph(config, plan)
+    if config.train.steps is not None:
+        check_run(config, config.train.steps)
+
+
+def refuse_sharded(config: Config, sharing: str) -> None:
+    """ConfigError for what needs a model whole in one process.
+
+    Args:
+        sharing: what shares it, for the message: "4 processes", "parallel.engine=fsdp2".
+    """
+    check_importance(config, sharing)
+    optim = config.optim
+    for wrong, what, allowed in (
+        (config.train.sparsity is not None, "train.sparsity", "null"),
+        (config.log.activation_threshold is not None, "log.activation_threshold", "null"),
+        (config.model.config.moe_expert_widths is not None, "model.moe_expert_widths", "null"),
+        (optim.weights != "float32", f"optim.weights={optim.weights!r}", "float32"),
+        (optim.moments != "float32", f"optim.moments={optim.moments!r}", "float32"),
+        (config.train.cuda_graph, "train.cuda_graph=true", "false"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"{what} works in one process only and without an engine, and this run has "
+                f"{sharing}; allowed: {allowed}"
+            )
+
+
+def _check_rounding(config: Config, rows: int) -> None:
+    """Refuse token rounding that would not round, or not as it is told, in micro-batches of so many
+    rows."""
+    model, rounding = config.model.config, config.router.rounding
+    if rounding is None:
+        return
+    if config.parallel.exchange.kind == "all_gather":
+        raise ConfigError(
+            "parallel.exchange.kind=all_gather does not go with router.rounding, which gives "
+            "tokens unequal numbers of experts; allowed with it: all_to_all, pairwise"
+        )
+    tokens, tile = rows * config.data.seq_len, rounding.tile
+    mean = tokens * model.num_experts_per_tok / (model.num_experts * tile)
+    if mean < rounding.min_mean_tiles or tokens < tile:
+        raise ConfigError(
+            f"router.rounding has no effect: a micro-batch of {tokens} tokens gives an expert "
+            f"{mean:.2g} tiles of router.rounding.tile={tile} on average, below "
+            f"router.rounding.min_mean_tiles={rounding.min_mean_tiles:g}; raise "
+            "train.micro_batch_size (and train.global_batch_size, with many processes), or leave "
+            "it out"
+        )
+    most = tokens // tile
+    if rounding.max_tiles is not None:
+        most = min(most, math.ceil(rounding.max_tiles * mean))
+    if rounding.min_tiles > most:
+        raise ConfigError(
+            f"router.rounding.min_tiles={rounding.min_tiles} is more than an expert can get of a "
+            f"micro-batch of {tokens} tokens; allowed: 0 to {most}"
+        )
+
+
+def _check_graph(config: Config, plan: Plan) -> None:
+    """ConfigError for what cannot be captured as a CUDA graph, by name."""
+    router, width = config.router, config.model.config.head_dim
+    random = router.noise is not None or getattr(router.selection, "kind", None) == "sample"
+    random |= router.rounding is not None and router.rounding.to in ("stochastic", "systematic")
+    counted = router.balance is not None and router.balance.kind == "global"
+    for impossible, what, allowed in (
+        (plan.device != "cuda", f"a run on {plan.device}", "a CUDA device"),
+        (plan.dtype != "bfloat16", f"train.dtype={plan.dtype}", "bfloat16"),
+        (
+            config.model.kernels in ("reference", "spmm"),
+            f"model.kernels={config.model.kernels}",
+            "auto, triton, hopper",
+        ),
+        (
+            config.train.sparsity is not None,
+            "train.sparsity, whose masks come by the number of the step",
+            "one of the two",
+        ),
+        (width % 8 or width > 256, f"model.head_dim={width}", "multiples of 8 up to 256"),
+        (
+            counted and plan.accumulation > 1,
+            f"router.balance.kind=global and {plan.accumulation} micro-batches in a step",
+            "router.balance.kind=lagged, or one micro-batch",
+        ),
+        (
+            random and config.train.checkpointing == "full",
+            "train.checkpointing=full and random routing",
+            "train.checkpointing=none, selective",
+        ),
+    ):
+        if impossible:
+            raise ConfigError(f"train.cuda_graph=true cannot go with {what}; allowed: {allowed}")
+
+
+# --- the length of the run ------------------------------------------------------------------------
+
+
+def check_run(config: Config, steps: int) -> None:
+    """Refuse what cannot be in a run of so many steps, and layers that cannot be built.
+
+    Raises:
+        ConfigError: key, value, what is allowed.
+    """
+    check_ends(config, steps)
+    _check_masks(config, steps)
+    if uses_slots(config):
+        _check_changes(config, steps)
+    for key, value, last, why in _starts(config, steps):
+        if value is not None and value > last:
+            raise ConfigError(
+                f"{key}={value} has no effect: {why}; allowed: 1 to {last}, or leave it out"
+            )
+    model = config.model.config
     built = {"kernels": config.model.kernels, "save": config.model.save}
     try:
-        check_ends(config, steps)
         options = built | router_options(config, model, steps)
         for layer in model.moe_layers:
             model.moe_config(layer, **options)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(in_config_words(str(error))) from None
+        raise ConfigError(f"the model's layers cannot be built: {error}") from None
 
 
-def _refuse_all(config: Config) -> None:
-    """A model without experts has no router to set anything of."""
-    filled = {
-        "score": config.model.config.router_score,
-        "bias_update": "none",
-        "balance_coef": 0.0,
-    }
-    for key, field in RouterConfig.model_fields.items():
-        value, default = getattr(config.router, key), field.get_default(call_default_factory=True)
-        # those that are empty by default have been filled
-        default = filled.get(key, default)
-        if value != default:
+def _starts(config: Config, steps: int) -> Iterator[tuple[str, int | None, int, str]]:
+    """Key and value of what begins or ends at a step, its last possible step, and why."""
+    router, whole = config.router, f"the run has {steps} steps"
+    yield "router.freeze_at", router.freeze_at, steps, whole
+    yield "experts.policy.after", revives_dead(config), steps, whole
+    until = getattr(router.selection, "until", None)
+    yield "router.selection.until", until, steps - 1, f"the last of {steps} steps takes the best"
+    if router.bias is not None:
+        last, why = steps, whole
+        if (ending := last_acting_step(config, "router.bias", steps)) is not None:
+            last = ending - router.end_steps
+            why = f"router.end_steps brings the bias to zero from step {last + 1} on"
+        yield "router.bias.freeze_at", router.bias.freeze_at, last, why
+
+
+def _check_masks(config: Config, steps: int) -> None:
+    """Refuse masks that do not fit into a run of so many steps, or into its model."""
+    masks, model = config.train.sparsity, config.model.config
+    for place, value in (
+        ("train.sparsity", masks),
+        ("log.activation_threshold", config.log.activation_threshold),
+    ):
+        if value is not None and not model.moe_layers:
+            raise ConfigError(f"{place} has no effect: no layer has experts")
+        if value is not None and model.moe_expert_widths is not None:
             raise ConfigError(
-                f"router.{key}={shown(value)} has no effect: no layer of this model has "
-                "experts; leave it out"
+                f"{place} takes all experts for equally wide, which they are not with "
+                "model.moe_expert_widths; leave one of them out"
             )
-
-
-def _check_starts(config: Config, steps: int) -> None:
-    """What begins at a step must begin while it can still do something."""
-    if config.router.bias_freeze_at == 1 and not config.router.calibrate_bias:
+    if masks is None:
+        return
+    if revives_dead(config) is not None:
         raise ConfigError(
-            "router.bias_freeze_at=1 never lets the selection bias move; allowed: 2 or more, "
-            "router.calibrate_bias=true, or router.bias_update=none"
+            "experts.policy.kind=revive copies an expert without its mask; leave it out, or "
+            "train.sparsity"
         )
-    if uses_slots(config):
-        _check_changes(config, steps)
-    last_bias = last_acting_step(config, "router.bias_update", steps)
-    whole = (steps, f"the run has {steps} steps")
-    ends = dict.fromkeys(("freeze_at", "revive_after", "bias_freeze_at"), whole)
-    ends["sample_until"] = (steps - 1, f"the last of the run's {steps} steps takes the best")
-    if last_bias is not None:
-        start = last_bias - config.router.end_steps
-        ends["bias_freeze_at"] = (
-            start,
-            f"router.end_steps={config.router.end_steps} brings the bias to zero from step "
-            f"{start + 1} on",
+    first, full, last = masks.steps(steps)
+    if not first <= full <= last < steps:
+        raise ConfigError(
+            f"train.sparsity.start={first}, train.sparsity.end={full}, train.sparsity.until={last} "
+            f"must follow one another and lie before the last of {steps} steps, so that the last "
+            "ones train what is exported"
         )
-    for key, (last, why) in ends.items():
-        value = getattr(config.router, key)
-        if value is not None and value > last:
-            raise ConfigError(
-                f"router.{key}={value} has no effect: {why}; allowed: 1 to {last}, or leave it out"
-            )
+    smallest = min(model.expert_size, model.hidden_size)
+    if masks.block > smallest:
+        raise ConfigError(
+            f"train.sparsity.block={masks.block} is wider than an expert's matrices; allowed: 1 to "
+            f"{smallest}"
+        )
 
 
 def _check_changes(config: Config, steps: int) -> None:
@@ -179,10 +275,10 @@ def _check_changes(config: Config, steps: int) -> None:
     times, until = calendar(config, steps), last_release(config, steps)
     if times.every is not None and times.every >= steps:
         raise ConfigError(
-            f"surgery.every={times.every} has no effect: the run has {steps} steps; allowed: below "
-            "that"
+            f"experts.policy.every={times.every} has no effect: the run has {steps} steps; "
+            "allowed: below that"
         )
-    for number, event in enumerate(config.surgery.events):
+    for number, event in enumerate(config.experts.events):
         last, why = steps - 1, f"the run has {steps} steps"
         if times.level_at is not None:
             last = times.level_at
@@ -192,6 +288,6 @@ def _check_changes(config: Config, steps: int) -> None:
             why = f"nothing lets tokens find a dormant copy after step {until}"
         if event.step > last:
             raise ConfigError(
-                f"surgery.events.{number}.step={event.step} is too late: {why}; allowed: 1 to "
+                f"experts.events.{number}.step={event.step} is too late: {why}; allowed: 1 to "
                 f"{last}"
             )

@@ -95,10 +95,8 @@ def flops_per_token(
 def counts_first(config: Config, accumulation: int) -> bool:
     """Whether a step's micro-batches go through the model once more beforehand, to be counted for
     the balance loss: a third more arithmetic, which the counts of FLOPs here leave out."""
-    router = config.router
-    balances = router.balance_coef > 0
-    moe = bool(config.model.config.moe_layers)
-    return moe and balances and router.balance_scope == "global" and accumulation > 1
+    balance = config.router.balance
+    return balance is not None and balance.kind == "global" and accumulation > 1
 
 
 def run_flops(config: Config, steps: int) -> float:

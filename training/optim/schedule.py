@@ -16,9 +16,7 @@ import math
 from moe.top_k import TopKSchedule
 from training.config.load import ConfigError
 from training.config.sections import Config
-from training.optim.config import OptimConfig
-
-SCHEDULES = ("wsd", "cosine", "linear", "constant")
+from training.optim.config import SCHEDULES, OptimConfig
 
 
 def lr_factor(
@@ -51,7 +49,7 @@ def lr_factor(
         ValueError: an unknown kind, a negative step, or a run without steps.
     """
     if kind not in SCHEDULES:
-        raise ValueError(f"optim.schedule={kind!r} must be one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"optim.schedule.kind={kind!r} must be one of {', '.join(SCHEDULES)}")
     if step < 0 or steps < 1:
         raise ValueError(f"lr_factor: step={step} must be >= 0 and steps={steps} >= 1")
     if step < warmup_steps:
@@ -84,10 +82,10 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     return optim.lr * lr_factor(
         step,
         steps=steps,
-        kind=optim.schedule,
+        kind=optim.schedule.kind,
         warmup_steps=warmup_steps(optim.warmup_steps, steps),
-        decay_fraction=optim.decay_fraction,
-        min_ratio=optim.min_lr_ratio,
+        decay_fraction=getattr(optim.schedule, "decay_fraction", 0.0),
+        min_ratio=getattr(optim.schedule, "min_lr_ratio", 0.0),
     )
 
 
@@ -97,24 +95,24 @@ def top_k_schedule(config: Config, steps: int) -> TopKSchedule | None:
     Raises:
         ConfigError: a schedule that cannot be, or that does not end before the run does.
     """
-    router = config.router
-    if router.top_k_schedule == "none":
+    top_k = config.router.top_k
+    if top_k is None:
         return None
-    by_levels = router.top_k_schedule == "steps"
+    by_levels = top_k.kind == "steps"
     try:
         schedule = TopKSchedule(
-            router.top_k_schedule,
-            start=router.top_k_start,
+            top_k.kind,
+            start=top_k.start,
             end=config.model.config.num_experts_per_tok,
-            ramp_steps=0 if by_levels else round(router.top_k_ramp * steps),
-            levels=tuple((step, k) for step, k in router.top_k_levels),
-            soft=router.soft_k,
+            ramp_steps=0 if by_levels else round(top_k.over * steps),
+            levels=tuple((step, k) for step, k in top_k.levels) if by_levels else (),
+            soft=not by_levels and top_k.soft,
         )
     except ValueError as error:
         raise ConfigError(f"router.{error}") from None
     if schedule.last_change > steps:
         raise ConfigError(
-            f"router.top_k_levels reach model.num_experts_per_tok={schedule.end} at step "
+            f"router.top_k.levels reach model.num_experts_per_tok={schedule.end} at step "
             f"{schedule.last_change}, after the {steps} steps of the run"
         )
     return schedule

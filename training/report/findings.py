@@ -171,16 +171,16 @@ def _dead_experts(record: Record) -> Iterator[Finding]:
     layers = {n: _median(s.tail(0.2).values) for n, s in record.layers("dead_experts").items()}
     worst = sorted((n for n, count in layers.items() if count >= 1), key=lambda n: -layers[n])
     where = ", ".join(f"MoE layer {n}: {layers[n]:.0f}" for n in worst[:4])
-    coef, steps = record.setting("router.balance_coef"), record.steps or 0
+    coef, steps = record.setting("router.balance.coef"), record.steps or 0
     revive = (
-        f"; router.revive_after={min(200, steps // 4)} makes copies of busy ones of them "
-        "(docs/surgery.md)"
+        f"; experts.policy={{kind: revive, after: {min(200, steps // 4)}}} makes copies of busy "
+        "ones of them (docs/surgery.md)"
     )
     yield _uneven(
         record,
         f"{_median(dead.values):.0f} experts get less than a tenth of the mean load"
         + (f" ({where}{' …' if len(worst) > 4 else ''})" if where else ""),
-        f"raise router.balance_coef (now {coef}), lower optim.router_lr_multiplier, or use fewer "
+        f"raise router.balance.coef (now {coef}), lower optim.router_lr_multiplier, or use fewer "
         "experts" + revive * (steps >= 200),
     )
 
@@ -195,7 +195,7 @@ def _imbalance(record: Record) -> Iterator[Finding]:
         record,
         f"the fullest expert gets {1 + _median(violation.values):.1f} times the mean load"
         + (f", worst in MoE layer {worst}" if worst is not None else ""),
-        f"raise router.balance_coef (now {record.setting('router.balance_coef')}), "
+        f"raise router.balance.coef (now {record.setting('router.balance.coef')}), "
         "or see docs/routing.md for a selection bias; memory and time follow the fullest expert",
     )
 

@@ -11,11 +11,11 @@ from models.attention import packed_backend
 from models.loss import loss_backend
 from moe.kernels.common.backend import pick_backend
 from moe.kernels.tiers import pick_products
-from training.config.expert_checks import start_experts
 from training.estimate.flops import counts_first, matmul_weights
 from training.optim.groups import group_table
 from training.optim.schedule import warmup_steps
 from training.report.units import human_count
+from training.surgery.checks import start_experts
 
 if TYPE_CHECKING:
     from training.config.sections import Config
@@ -33,11 +33,12 @@ _SCOPES = {
 def wandb_settings(config: Config, run: Run) -> dict[str, Any] | None:
     """Arguments of `wandb.init`; every attempt is a run of its own in the group of the run
     folder."""
-    if config.log.wandb == "off":
+    wandb = config.log.wandb
+    if wandb is None:
         return None
     return {
-        "mode": config.log.wandb,
-        "project": config.log.wandb_project,
+        "mode": wandb.mode,
+        "project": wandb.project,
         "dir": str(run.folder.absolute()),  # its service may have another working folder
         "group": run.folder.name,
         "name": f"{run.folder.name}-{run.attempt}",
@@ -77,19 +78,20 @@ def log_run_header(state: RunState) -> None:
         )
     if config.train.cuda_graph:
         log.say("steps are captured as CUDA graphs")
-    if state.model.config.moe_layers and config.router.balance_coef:
+    balance, bias = config.router.balance, config.router.bias
+    if balance is not None:
         log.say(
-            f"balance loss: weight {config.router.balance_coef:g}, compared with the load of "
-            f"{_SCOPES[config.router.balance_scope]}"
+            f"balance loss: weight {balance.coef:g}, compared with the load of "
+            f"{_SCOPES[balance.kind]}"
         )
         if counts_first(config, plan.accumulation):
             log.say(
                 f"  a step's {plan.accumulation} micro-batches per process are counted in a "
                 "forward pass of their own first: a third more arithmetic; "
-                "router.balance_scope=lagged is free"
+                "router.balance.kind=lagged is free"
             )
-    if state.model.config.moe_layers and config.router.bias_update != "none":
-        log.say(f"selection bias: updated after every step, rule {config.router.bias_update}")
+    if bias is not None:
+        log.say(f"selection bias: updated after every step, rule {bias.kind}")
     started = start_experts(config)
     if started is not None:
         slots = state.model.config.num_experts

@@ -161,7 +161,7 @@ def report_expert_changes(state: RunState, done: Done) -> None:
         text = text.format(expert=change.expert, parent=change.parent)
         told = f"step {step}: MoE layer {change.layer}: {text} ({change.reason})"
         if done.dry:
-            name, told = "surgery_dry_run", f"{told}: not done, surgery.dry_run=true"
+            name, told = "surgery_dry_run", f"{told}: not done, experts.policy.dry_run=true"
         state.log.event(
             name,
             told,
@@ -199,7 +199,7 @@ def report_evaluation(state: RunState, metrics: dict[str, float], sample: str | 
         )
     if sample is not None:
         state.log.event("sample", step=state.step, sample=sample)
-        text = f"{state.config.eval.sample_prompt}{sample}".replace("\n", "⏎ ")
+        text = f"{state.config.eval.sample.prompt}{sample}".replace("\n", "⏎ ")
         state.log.say(f"sample: {text}", "dim")
     if state.config.log.plots and time.monotonic() - state.plotted_at > PLOT_EVERY_S:
         draw_plots(state)

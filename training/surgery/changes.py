@@ -22,8 +22,8 @@ from moe.control import routers_of, stacked
 from moe.metrics import to_host
 from moe.surgery import Change, change_state, noise_for
 from parallel.flat_shard import local_of, read_range, write_range
-from training.config.expert_checks import least_experts
 from training.faults import RunFailed
+from training.surgery.checks import least_experts, revives_dead
 from training.surgery.importance import ExpertImportance, layer_names
 from training.surgery.policy import Seen, calendar, choose_revivals, decide, level, scheduled
 
@@ -100,27 +100,29 @@ class Done:
 def change_experts(state: RunState) -> list[Done]:
     """What is due after the step just logged; all that was done. All processes call it alike."""
     config, step = state.config, state.step
-    after, times = config.router.revive_after, calendar(config, state.steps)
+    after, times = revives_dead(config), calendar(config, state.steps)
     if state.last_window is None or state.last_window.counts_LE is None:
         return []
     if after is None and not times.due(step):
         return []
     seen = look(state)
-    changes = scheduled(config.surgery.events, step, seen)
+    changes = scheduled(config.experts.events, step, seen)
     done: list[Done] = []
     if step == times.level_at:
         changes += level(seen)
     elif times.decides(step):
-        least, slots = least_experts(config), config.model.config.num_experts
-        limits = (config.surgery.min_experts or least, config.surgery.max_experts or slots)
-        wanted, low_LE = decide(config.surgery, seen, step, limits, step <= times.clone_until)
+        policy, least = config.experts.policy, least_experts(config)
+        low, high = getattr(policy, "min_experts", None), getattr(policy, "max_experts", None)
+        limits = (low or least, high or config.model.config.num_experts)
+        wanted, low_LE = decide(policy, seen, step, limits, step <= times.clone_until)
         state.train.follower(ExpertImportance).low_LE.copy_(low_LE)
         wanted = [change for change in wanted if not _touches(change, changes)]
-        if config.surgery.dry_run:
+        if policy.dry_run:
             done += [Done(wanted, dry=True)] if wanted else []
         else:
             changes += wanted
-    done += _make(state, changes, dormant=config.surgery.clone == "dormant") if changes else []
+    dormant = config.experts.copies.kind == "dormant"
+    done += _make(state, changes, dormant=dormant) if changes else []
     if after is not None:
         revivals = [c for c in choose_revivals(seen, after) if not _touches(c, changes)]
         done += _make(state, revivals, dormant=False) if revivals else []
@@ -158,7 +160,7 @@ def _make(state: RunState, changes: list[Change], dormant: bool) -> list[Done]:
             state.train.optimizer,
             changes,
             dormant=dormant,
-            noise=state.config.surgery.noise,
+            noise=state.config.experts.copies.noise,
             seed=state.config.run.seed,
             step=state.step,
         )

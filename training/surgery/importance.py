@@ -18,8 +18,8 @@ from moe.control import routers_of
 from moe.metrics import RouterStats, relative_load
 from moe.router import Router
 from moe.surgery import Change, move_rows
-from training.config.expert_checks import importance, uses_slots
 from training.follower import Follower
+from training.surgery.checks import importance, uses_slots
 
 if TYPE_CHECKING:
     from parallel.engines.base import Engine
@@ -79,7 +79,7 @@ class ExpertImportance(Follower):
             len(routers),
             slots,
             how=how,
-            decay=config.surgery.importance_decay,
+            decay=config.experts.importance.decay,
             weights=lambda: down_projections(model, optimizer, slots),
             device=device,
         )

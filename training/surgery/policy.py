@@ -1,7 +1,7 @@
 """Who comes and goes, and when: pure functions of a config and of numbers on the host.
 
-Three things ask for changes: `surgery.events` at fixed steps, `surgery.policy` by what experts are
-worth, and `router.revive_after` for experts that are dead.
+Changes are asked for by `experts.events` at fixed steps, and by `experts.policy`: for experts that
+are dead (revive), or by what experts are worth (replace, resize).
 
 Shape letters: L MoE layers, E slots.
 """
@@ -18,10 +18,11 @@ from torch import Tensor
 from moe.surgery import Change, move_rows
 from training.config.export_compat import last_acting_step
 from training.health import ALARM_DEAD
+from training.surgery.checks import decides
 
 if TYPE_CHECKING:
-    from training.config.experts import SurgeryConfig, SurgeryEvent
     from training.config.sections import Config
+    from training.surgery.config import Deciding, ExpertEvent
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def choose_revivals(seen: Seen, after: int) -> list[Change]:
     return found
 
 
-def scheduled(events: Sequence[SurgeryEvent], step: int, seen: Seen) -> list[Change]:
+def scheduled(events: Sequence[ExpertEvent], step: int, seen: Seen) -> list[Change]:
     """The changes that the config has for the end of this step; `seen` follows them."""
     found = []
     for event in events:
@@ -109,7 +110,7 @@ def scheduled(events: Sequence[SurgeryEvent], step: int, seen: Seen) -> list[Cha
 
 
 def decide(
-    surgery: SurgeryConfig, seen: Seen, step: int, limits: tuple[int, int], may_clone: bool = True
+    policy: Deciding, seen: Seen, step: int, limits: tuple[int, int], may_clone: bool = True
 ) -> tuple[list[Change], Tensor]:
     """What the policy wants after a step, at most one change in a layer.
 
@@ -124,11 +125,11 @@ def decide(
     for layer, active_E in enumerate(seen.active_LE):
         importance_E = seen.importance_LE[layer]
         median = importance_E[active_E].median()
-        below_E = active_E & (importance_E < surgery.retire_below * median)
+        below_E = active_E & (importance_E < policy.retire_below * median)
         low_LE[layer] = torch.where(below_E, seen.low_LE[layer] + 1, 0.0)
-        if step - seen.changed_L[layer] < surgery.cooldown:
+        if step - seen.changed_L[layer] < policy.cooldown:
             continue
-        idle_E = (low_LE[layer] >= surgery.retire_after) | (seen.dead_LE[layer] >= ALARM_DEAD)
+        idle_E = (low_LE[layer] >= policy.retire_after) | (seen.dead_LE[layer] >= ALARM_DEAD)
         idle_E &= seen.spare(layer)
         count, parent = int(active_E.sum()), seen.neediest(layer)
         mean = seen.load_LE[layer, active_E].mean().clamp(min=1e-20)
@@ -136,12 +137,12 @@ def decide(
         worst = seen.least(layer, idle_E)
         why = f"importance {_ratio(importance_E[worst], median)} of the median"
         need = f"copied one has {load:.2f} times the mean load"
-        if surgery.policy == "replace":
+        if policy.kind == "replace":
             if idle_E.any() and worst != parent and may_clone:
                 found.append(Change("revive", worst, parent, layer, f"{why}; {need}"))
         elif idle_E.any() and count > limits[0]:
             found.append(Change("retire", worst, None, layer, why))
-        elif load > surgery.clone_above and count < limits[1] and may_clone:
+        elif load > policy.clone_above and count < limits[1] and may_clone:
             found.append(Change("clone", seen.free(layer), parent, layer, need))
     return found, low_LE
 
@@ -186,28 +187,29 @@ class Calendar:
 
 def calendar(config: Config, steps: int) -> Calendar:
     """When experts may change in a run of so many steps."""
-    surgery = config.surgery
+    experts = config.experts
+    every = experts.policy.every if decides(config) else None
     ends = [
         last
-        for place in ("surgery.policy", "surgery.events")
+        for place in ("experts.policy", "experts.events")
         if (last := last_acting_step(config, place, steps)) is not None
     ]
     return Calendar(
-        events=frozenset(event.step for event in surgery.events),
-        every=None if surgery.policy == "none" else surgery.every,
+        events=frozenset(event.step for event in experts.events),
+        every=every,
         level_at=min(ends, default=None),
-        clone_until=last_release(config, steps) - surgery.every,
+        clone_until=last_release(config, steps) - (every or 0),
     )
 
 
 def last_release(config: Config, steps: int) -> int:
     """Last step after which tokens may find a dormant copy."""
-    if config.surgery.clone == "family":
-        return last_acting_step(config, "surgery.clone", steps) or steps
-    if config.surgery.clone != "dormant":
+    if config.experts.copies.kind == "family":
+        return last_acting_step(config, "experts.copies", steps) or steps
+    if config.experts.copies.kind != "dormant":
         return steps
-    last_bias = last_acting_step(config, "router.bias_update", steps)
-    ends = [steps, config.router.bias_freeze_at or steps]
+    bias, last_bias = config.router.bias, last_acting_step(config, "router.bias", steps)
+    ends = [steps, bias.freeze_at or steps]
     if last_bias is not None:
         ends.append(last_bias - config.router.end_steps)
     return min(ends) - 1
