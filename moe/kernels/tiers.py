@@ -200,4 +200,4 @@ def pick_gating(backend: str, logits_TE: Tensor, k: int, limited: bool) -> str:
     if logits_TE.stride(1) != 1 or logits_TE.stride(0) >= _HOPPER_STRIDE:
         return "triton"
     device = logits_TE.device
-    return "hopper" if _on_hopper(device) and _missing() is None else "triton"
+    return "hopper" if _on_hopper(device) and _usable(device) else "triton"

@@ -96,10 +96,10 @@ def backward_part(da, col, tile, args, FORM):
 
 
 @triton.jit
-def _finish(da, gate, e, start, end, col, args, FORM, SPLIT: tl.constexpr):
+def backward_finish(da, gate, e, start, end, col, width, args, FORM, SPLIT: tl.constexpr):
     to, dot_ptr, R = args
     WANT_DOT: tl.constexpr = FORM[7]
-    dot = in_parts(da, col, (gate, start, end, 0), to, FORM, backward_part, SPLIT)
+    dot = in_parts(da, col, (gate, start, end, width), to, FORM, backward_part, SPLIT)
     if WANT_DOT:
         BM: tl.constexpr = da.shape[0]
         BN: tl.constexpr = da.shape[1]
@@ -129,7 +129,7 @@ def _down_backward_kernel(
         (w2_ptr, w2_desc, stride_we, stride_wd, stride_wn),
         (expert_ptr, start_ptr, end_ptr, count_ptr),
         (gates_ptr, slot_ptr), D, N, (to, dot_ptr, R),
-        (ACT, WIDTH, False, GATES, WANT_DH, WANT_A, TMA, WANT_DOT), _finish, SPLIT,
+        (ACT, WIDTH, False, GATES, WANT_DH, WANT_A, TMA, WANT_DOT), backward_finish, SPLIT,
         GATHER=GATHER, TRANSPOSED=TRANSPOSED, GATES=GATES, SLOTS=SLOTS, TMA=TMA, EVEN=EVEN,
         VEC=VEC, BM=BM, BN=BN, BK=BK, GROUP=GROUP,
     )  # fmt: skip

@@ -13,7 +13,7 @@ beyond an expert's width in them is neither computed (but for the rest of a tile
 Programs are persistent and walk over the tiles of all experts; which expert a tile belongs to is
 found in the kernel from two short lists, the first row and the first unit of every expert, so
 nothing is read back by the host. Experts come in the order of falling width: the longest first.
-Device code of the products of equal widths is used where it fits.
+Main loop and epilogues are those of the products of equal widths (`main_loop`).
 
 Shape letters: T tokens, R rows (expert order), S slots, E experts, D model width, N width of the
 widest expert, H columns of its pre-activations, U units of all experts, P rows of W1.
@@ -47,17 +47,21 @@ from moe.kernels.common.tiles import (
     descriptor,
     grid_size,
     ragged_descriptor,
-    source_rows,
-    tile_of,
     tma_serves,
     with_unit_stride,
 )
 from moe.kernels.common.tuning import Config, pick, size_class
 from moe.kernels.grouped.configs import candidates, tile_rows
-from moe.kernels.grouped.down_backward import backward_part, sum_parts
-from moe.kernels.grouped.main_loop import gates_of, in_parts, product
-from moe.kernels.grouped.rows import row_part
-from moe.kernels.grouped.up_forward import up_part
+from moe.kernels.grouped.down_backward import backward_finish, sum_parts
+from moe.kernels.grouped.main_loop import (
+    expert_of,
+    experts_table,
+    in_parts,
+    inclusive,
+    ragged_products,
+)
+from moe.kernels.grouped.rows import row_part, rows_finish
+from moe.kernels.grouped.up_forward import up_finish
 from moe.kernels.grouped.weight_gradient import operand
 
 
@@ -170,41 +174,6 @@ def outer_ref(
 # ------------------------------------------------------------------------------------------ kernels
 
 
-@triton.jit
-def _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP: tl.constexpr):
-    """(rows, units) of every expert, in the order in which experts are walked."""
-    i = tl.arange(0, EP)
-    some = i < E
-    e = tl.load(order_ptr + i, mask=some, other=0)
-    rows = tl.load(offsets_ptr + e + 1, mask=some, other=0)
-    rows -= tl.load(offsets_ptr + e, mask=some, other=0)
-    units = tl.load(starts_ptr + e + 1, mask=some, other=0)
-    units -= tl.load(starts_ptr + e, mask=some, other=0)
-    return rows, units
-
-
-@triton.jit
-def _inclusive(tiles, EP: tl.constexpr):
-    """Sums of tiles 0 … i, compared and added: Triton 3.6 refuses to compile some scans of fewer
-    numbers than threads. Above 128 experts EP squared are too many, and a scan is long."""
-    if EP > 128:
-        out = tl.cumsum(tiles, axis=0)
-    else:
-        i = tl.arange(0, EP)
-        below = i[None, :] <= i[:, None]
-        out = tl.sum(tl.where(below, tl.broadcast_to(tiles[None, :], (EP, EP)), 0), axis=1)
-    return out
-
-
-@triton.jit
-def _expert_of(t, tiles, last, order_ptr, E, EP: tl.constexpr):
-    """(expert, number of the tile in it) of tile t; `last` is the inclusive sum of `tiles`."""
-    before = last <= t
-    place = tl.minimum(tl.sum(before.to(tl.int32), axis=0), E - 1)
-    first = tl.sum(tl.where(before, tiles, 0), axis=0)
-    return tl.load(order_ptr + place), t - first
-
-
 @triton.jit(do_not_specialize=["E", "D", "H", "N", "P", "stride_x", "stride_w"])
 def _up_kernel(
     x_ptr, x_desc, w_ptr, w_desc, h_ptr, h_desc, a_ptr, a_desc, token_ptr, offsets_ptr, starts_ptr,
@@ -213,26 +182,13 @@ def _up_kernel(
     TMA: tl.constexpr, EVEN: tl.constexpr, VEC: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
-    tiles = tl.cdiv(rows, BM) * tl.cdiv(units * WIDTH, BN)
-    last = _inclusive(tiles, EP)
-    for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
-        e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
-        first = tl.load(offsets_ptr + e)
-        end = tl.load(offsets_ptr + e + 1)
-        unit = tl.load(starts_ptr + e) * WIDTH
-        cols = tl.load(starts_ptr + e + 1) * WIDTH - unit
-        row, col = tile_of(within, tl.cdiv(end - first, BM), tl.cdiv(cols, BN), GROUP)
-        start, col = first + row * BM, col * BN
-        x_at = source_rows(token_ptr, start, end, BM, GATHER).to(tl.int64) * stride_x
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in tl.range(0, D, BK):
-            acc = product(
-                acc, (x_ptr, x_desc), x_at, (w_ptr, w_desc, 0, 1, stride_w), e * 0, start, k,
-                k, unit + col, D, D, P, GATHER, True, TMA, EVEN, VEC, BK,
-            )  # fmt: skip
-        to = (None, h_ptr, h_desc, H, a_ptr, a_desc, N, H, N)
-        in_parts(acc, col, (e, start, end), to, (ACT, WIDTH, STORE_H, False, TMA), up_part, SPLIT)
+    ragged_products(
+        (x_ptr, x_desc, stride_x, token_ptr), (w_ptr, w_desc, stride_w, P),
+        (offsets_ptr, starts_ptr, order_ptr, E), (None, None), D,
+        (None, h_ptr, h_desc, H, a_ptr, a_desc, N, H, N), (ACT, WIDTH, STORE_H, False, TMA),
+        up_finish, SPLIT, INNER=False, WIDTH=WIDTH, GATHER=GATHER, GATES=False, SLOTS=False,
+        TMA=TMA, EVEN=EVEN, VEC=VEC, EP=EP, BM=BM, BN=BN, BK=BK, GROUP=GROUP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["E", "D", "stride_a", "stride_w"])
@@ -242,26 +198,13 @@ def _rows_kernel(
     WIDTH: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, EP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    rows, _units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
-    tiles = tl.cdiv(rows, BM) * tl.cdiv(D, BN)
-    last = _inclusive(tiles, EP)
-    for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
-        e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
-        first = tl.load(offsets_ptr + e)
-        end = tl.load(offsets_ptr + e + 1)
-        unit = tl.load(starts_ptr + e) * WIDTH
-        inner = tl.load(starts_ptr + e + 1) * WIDTH - unit
-        row, col = tile_of(within, tl.cdiv(end - first, BM), tl.cdiv(D, BN), GROUP)
-        start, col = first + row * BM, col * BN
-        a_at = source_rows(None, start, end, BM, False).to(tl.int64) * stride_a
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in tl.range(0, inner, BK):
-            acc = product(
-                acc, (a_ptr, a_desc), a_at, (w_ptr, w_desc, 0, stride_w, 1), e * 0, start, k,
-                unit + k, col, inner, unit + inner, D, False, False, TMA, EVEN, 1, BK,
-            )  # fmt: skip
-        to = (None, out_ptr, out_desc, D)
-        in_parts(acc, col, (e, start, end), to, (False, TMA), row_part, SPLIT)
+    ragged_products(
+        (a_ptr, a_desc, stride_a, None), (w_ptr, w_desc, stride_w, 0),
+        (offsets_ptr, starts_ptr, order_ptr, E), (None, None), D,
+        (None, out_ptr, out_desc, D), (False, TMA), rows_finish, SPLIT,
+        INNER=True, WIDTH=WIDTH, GATHER=False, GATES=False, SLOTS=False,
+        TMA=TMA, EVEN=EVEN, VEC=1, EP=EP, BM=BM, BN=BN, BK=BK, GROUP=GROUP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["E", "R", "D", "H", "N", "U", "stride_do", "stride_w"])
@@ -274,39 +217,14 @@ def _down_backward_kernel(
     EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
-    tiles = tl.cdiv(rows, BM) * tl.cdiv(units, BN)
-    last = _inclusive(tiles, EP)
-    for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
-        e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
-        first = tl.load(offsets_ptr + e)
-        end = tl.load(offsets_ptr + e + 1)
-        unit = tl.load(starts_ptr + e)
-        cols = tl.load(starts_ptr + e + 1) - unit
-        row, col = tile_of(within, tl.cdiv(end - first, BM), tl.cdiv(cols, BN), GROUP)
-        start, col = first + row * BM, col * BN
-        do_at = source_rows(token_ptr, start, end, BM, GATHER).to(tl.int64) * stride_do
-        slots = source_rows(slot_ptr, start, end, BM, SLOTS)
-        gate = gates_of(gates_ptr, slots, BM, GATES)
-        da = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in tl.range(0, D, BK):
-            da = product(
-                da, (do_ptr, do_desc), do_at, (w_ptr, w_desc, 0, 1, stride_w), e * 0, start, k,
-                k, unit + col, D, D, U, GATHER, True, TMA, EVEN, VEC, BK,
-            )  # fmt: skip
-        to = (h_ptr, h_desc, dh_ptr, dh_desc, H, a_ptr, a_desc, N, H, N)
-        dot = in_parts(
-            da,
-            col,
-            (gate, start, end, cols),
-            to,
-            (ACT, WIDTH, True, GATES, True, True, TMA),
-            backward_part,
-            SPLIT,
-        )
-        if GATES:
-            at = start + tl.arange(0, BM)
-            tl.store(dot_ptr + (col // BN).to(tl.int64) * R + at, dot, mask=at < end)
+    to = (h_ptr, h_desc, dh_ptr, dh_desc, H, a_ptr, a_desc, N, H, N)
+    ragged_products(
+        (do_ptr, do_desc, stride_do, token_ptr), (w_ptr, w_desc, stride_w, U),
+        (offsets_ptr, starts_ptr, order_ptr, E), (gates_ptr, slot_ptr), D, (to, dot_ptr, R),
+        (ACT, WIDTH, True, GATES, True, True, TMA, GATES), backward_finish, SPLIT,
+        INNER=False, WIDTH=1, GATHER=GATHER, GATES=GATES, SLOTS=SLOTS,
+        TMA=TMA, EVEN=EVEN, VEC=VEC, EP=EP, BM=BM, BN=BN, BK=BK, GROUP=GROUP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["E", "I", "D", "stride_left", "stride_right"])
@@ -317,12 +235,12 @@ def _outer_kernel(
     EVEN_RIGHT: tl.constexpr, VEC: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    _rows, units = _experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
+    _rows, units = experts_table(offsets_ptr, starts_ptr, order_ptr, E, EP)
     col_tiles = tl.cdiv(D, BN)
     tiles = tl.cdiv(units * WIDTH, BM) * col_tiles
-    last = _inclusive(tiles, EP)
+    last = inclusive(tiles, EP)
     for t in tl.range(tl.program_id(0), tl.sum(tiles, axis=0), tl.num_programs(0)):
-        e, within = _expert_of(t, tiles, last, order_ptr, E, EP)
+        e, within = expert_of(t, tiles, last, order_ptr, E, EP)
         start = tl.load(offsets_ptr + e)
         end = tl.load(offsets_ptr + e + 1)
         unit = tl.load(starts_ptr + e) * WIDTH

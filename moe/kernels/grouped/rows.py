@@ -51,7 +51,7 @@ def row_part(acc, col, tile, args, FORM):
 
 
 @triton.jit
-def _finish(acc, gate, e, start, end, col, args, FORM, SPLIT: tl.constexpr):
+def rows_finish(acc, gate, e, start, end, col, width, args, FORM, SPLIT: tl.constexpr):
     in_parts(acc, col, (e, start, end), args, FORM, row_part, SPLIT)
 
 
@@ -70,7 +70,7 @@ def _rows_kernel(
         (a_ptr, a_desc, stride_a, None),
         (w_ptr, w_desc, stride_we, stride_wi, stride_wo),
         (expert_ptr, start_ptr, end_ptr, count_ptr),
-        (None, None), I, O, (bias_ptr, out_ptr, out_desc, O), (BIAS, TMA), _finish, SPLIT,
+        (None, None), I, O, (bias_ptr, out_ptr, out_desc, O), (BIAS, TMA), rows_finish, SPLIT,
         GATHER=False, TRANSPOSED=TRANSPOSED, GATES=False, SLOTS=False, TMA=TMA, EVEN=EVEN, VEC=1,
         BM=BM, BN=BN, BK=BK, GROUP=GROUP,
     )  # fmt: skip

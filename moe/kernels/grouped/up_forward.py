@@ -62,7 +62,7 @@ def up_part(acc, col, tile, args, FORM):
 
 
 @triton.jit
-def _finish(acc, gate, e, start, end, col, args, FORM, SPLIT: tl.constexpr):
+def up_finish(acc, gate, e, start, end, col, width, args, FORM, SPLIT: tl.constexpr):
     in_parts(acc, col, (e, start, end), args, FORM, up_part, SPLIT)
 
 
@@ -87,7 +87,7 @@ def _up_kernel(
         (expert_ptr, start_ptr, end_ptr, count_ptr),
         (None, None), D, H,
         (b1_ptr, h_ptr, h_desc, stride_h, a_ptr, a_desc, stride_a, H, N),
-        (ACT, WIDTH, STORE_H, BIAS, TMA), _finish, SPLIT,
+        (ACT, WIDTH, STORE_H, BIAS, TMA), up_finish, SPLIT,
         GATHER=GATHER, TRANSPOSED=True, GATES=False, SLOTS=False, TMA=TMA, EVEN=EVEN, VEC=VEC,
         BM=BM, BN=BN, BK=BK, GROUP=GROUP,
     )  # fmt: skip
