@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from moe.kernels.common.backend import INTERPRET
+from parallel.engines.optimizer import Group, Piece, Scalars
 from parallel.engines.rounding import buffer_seed, random_words, stochastic_bfloat16
 from tests.moe.kernels.compile_sm90 import compile_only, needs_tools, report, rows_of
+from training.optim import adamw as module
 from training.optim.adamw import Rates, adamw, adamw_ref, adamw_triton, rates_numbers
 
 BF16 = torch.bfloat16
@@ -88,6 +90,34 @@ def test_a_step_that_is_not_kept_changes_no_bit(backend, dtype):
     w, m, v = (tensor.clone() for tensor in (w, m, v))
     adamw(w, None, m, v, torch.full((300,), torch.nan), rates(keep=0.0), backend)
     assert all(torch.equal(a, b) for a, b in zip((w, m, v), before))
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.0])
+def test_large_buffers_in_host_memory_follow_the_reference(monkeypatch, keep):
+    """By PyTorch's fused kernel: four updates, clipped, the third of them perhaps skipped."""
+    monkeypatch.setattr(module, "LARGE", 1 << 10)
+    rule, group = module.AdamW(betas=list(BETAS)), Group("all", {}, 1.0, 0.1)
+    w, m, v, _ = states(3000)
+    whole = Piece(w, w, {"exp_avg": m, "exp_avg_sq": v})
+    parts = [flat.clone() for flat in (w, m, v)]
+    count = torch.zeros(())
+    for step in range(4):
+        kept = torch.tensor(keep if step == 2 else 1.0)
+        count += kept
+        gradient = torch.randn(3000) if kept else torch.full((3000,), torch.nan)
+        scalars = Scalars(torch.tensor(0.01), count, torch.tensor(2.5), kept)
+        small = [
+            Piece(a, g, {"exp_avg": b, "exp_avg_sq": c})
+            for a, b, c, g in zip(*(flat.split(1000) for flat in (*parts, gradient.clone())))
+        ]
+        whole.gradient = gradient
+        before = w.clone()
+        rule.update(group, [whole], scalars)
+        rule.update(group, small, scalars)
+        assert torch.equal(before, w) == (not kept)
+    for a, b in zip((w, m, v), parts):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+    assert count == 3 + keep
 
 
 def test_rounding_is_right_in_the_mean_and_has_the_least_variance():

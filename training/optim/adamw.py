@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
+from torch.optim.adamw import adamw as fused_adamw
 
 from moe.kernels.common.backend import cdiv, pick_backend, tl, triton
 from moe.kernels.common.launch import launch, on_device
@@ -39,7 +40,7 @@ class Rates(NamedTuple):
 
 # -------------------------------------------------------------------------------------- reference
 
-# Elements that a thread of the reference takes at a time: temporaries stay in its core's cache.
+# Elements that the reference takes at a time: temporaries stay in a processor's cache.
 _PIECE = 1 << 16
 
 
@@ -56,9 +57,8 @@ def adamw_ref(
     wide = torch.promote_types(weight_P.dtype, torch.float32)
     decay, size, root, divisor, keep, step = rates.numbers.to(wide)
     beta1, beta2 = rates.betas
-    length = _PIECE * torch.get_num_threads()
-    for start in range(0, weight_P.numel(), length):
-        piece = slice(start, start + length)
+    for start in range(0, weight_P.numel(), _PIECE):
+        piece = slice(start, start + _PIECE)
         w, m, v = weight_P[piece], exp_avg_P[piece], exp_avg_sq_P[piece]
         g = gradient_P[piece].to(wide) / divisor
         wide_m, wide_v = m.to(wide), v.to(wide)
@@ -189,6 +189,42 @@ def adamw(
     function(weight_P, copy_P, exp_avg_P, exp_avg_sq_P, gradient_P, rates, first)
 
 
+# Elements from which float32 buffers in host memory (`parallel.offload`) are updated by PyTorch's
+# fused kernel: 29 ms for 1e8 elements on 16 cores, the reference takes 386 ms.
+LARGE = 1 << 22
+
+
+def _adamw_host(
+    piece: Piece, weight_decay: float, scalars: Scalars, betas: tuple[float, float], eps: float
+) -> None:
+    """`torch.optim.AdamW(fused=True)` on a float32 piece on the CPU; its gradient comes out scaled,
+    which nobody reads after the update."""
+    fused_adamw(
+        [piece.weight],
+        [piece.gradient],
+        [piece.states["exp_avg"]],
+        [piece.states["exp_avg_sq"]],
+        [],
+        [scalars.count - scalars.keep],  # it counts this update itself
+        fused=True,
+        grad_scale=scalars.divisor,
+        found_inf=1 - scalars.keep,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=scalars.lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+
+
+def _on_host(piece: Piece) -> bool:
+    flats = (piece.weight, piece.gradient, *piece.states.values())
+    alike = all(flat.dtype == torch.float32 and not flat.is_cuda for flat in flats)
+    return alike and piece.copy is None and piece.weight.numel() >= LARGE
+
+
 def rates_numbers(
     lr: Tensor, weight_decay: float, betas: tuple[float, float], step: Tensor, divisor: Tensor,
     keep: Tensor,
@@ -227,6 +263,9 @@ class AdamW(OptimConfig):
         betas = (self.betas[0], self.betas[1])
         numbers = rates_numbers(lr, group.weight_decay, betas, count, divisor, keep)
         for piece in pieces:
+            if _on_host(piece):
+                _adamw_host(piece, group.weight_decay, scalars, betas, self.eps)
+                continue
             adamw(
                 piece.weight,
                 piece.copy,
