@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from models.config import ModelConfig
 from models.families import FAMILIES
 from training.config.build import Config, ModelSection
-from training.config.load import models_in
+from training.config.load import models_in, option_in
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "configuration.md"
@@ -39,18 +39,29 @@ python train.py configs/quickstart.yaml train.steps=50 run.name=try
   field spelled out, with versions and commit, is `runs/NAME/config.yaml`; it loads again as it is.
 - Values are typed the same way in both places. `1e-4` and `3e8` are numbers; `off`, `on`, `yes`,
   `no` are words and never booleans (those are `true` and `false`); `010` is text, and where a
-  number is wanted an error. `null` empties a field.
+  number is wanted an error.
 - On the command line lists and mappings are written `[a, b]` and `{a: b}` (in quotes, for the
   shell); a number steps into a list: `data.sources.0.path=text.jsonl`. Text with `: ` or ` #` in it
   needs YAML's quotes inside the shell's.
-- Mistakes end with exit code 2 and one line before any model is built: an unknown key (with the
-  nearest valid name), a wrong type, a combination that is impossible, and a setting that another
-  setting makes useless. What the command line switches off, it switches off whole:
-  `eval.every_steps=null` is enough for a file that has `eval.sample.prompt`.
+- An option with settings of its own is `null` (off) or one of a few kinds, and only the chosen
+  kind's settings exist: `router.bias: {kind: sign, rate: 0.01}` in a file, on the command line
+  `router.bias.kind=sign router.bias.rate=0.01` or `'router.bias={kind: sign, rate: 0.01}'`;
+  `router.bias=null` switches it off. Another `kind` on the command line starts from that kind's
+  defaults.
+- `auto` stands for what the model's family has; the resolved config spells it out.
+- Mistakes end with exit code 2 and one line before any model is built: an unknown key or kind (with
+  the nearest valid name), a missing or wrong value, a combination that is impossible.
 - A leading `~` in a path is your home folder, in both places.
 
-The tables are made from the docstrings in the code by `python scripts/_config_docs.py`.
+**Bold keys** are the ones to begin with; the rest can stay as it is. The tables are made from the
+docstrings in the code by `python scripts/_config_docs.py`.
 """
+FIRST = {
+    "run.name", "model.family", "model.hf_config", "data.sources", "data.tokenizer", "data.seq_len",
+    "train.steps", "train.global_batch_size", "train.micro_batch_size", "optim.lr",
+    "optim.warmup_steps", "eval.every_steps", "checkpoint.every_steps",
+}  # fmt: skip
+"""The settings that a first run of one's own needs."""
 
 
 def type_name(annotation: Any) -> str:
@@ -98,68 +109,114 @@ def default(model: type[BaseModel], key: str) -> str:
         usual = None if field.is_required() else field.default
         values = [family.defaults.get(key, usual) for family in FAMILIES.values()]
         same = all(value == values[0] for value in values)
-        return "by family" if not same else "empty" if values[0] is None else _code(values[0])
+        return "by family" if not same else "`null`" if values[0] is None else _code(values[0])
     if field.is_required():
         return "**required**"
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "empty"
+        return "`null`"
     if isinstance(value, list) and value and isinstance(value[0], BaseModel):
         value = [item.model_dump(exclude_defaults=True) for item in value]
-    return "below" if isinstance(value, BaseModel) else _code(value)
+    if isinstance(value, BaseModel):
+        return f"`{value.kind}`" if option_in(field) is not None else "below"
+    return _code(value)
 
 
 def _code(value: Any) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def table(model: type[BaseModel], skip: tuple[str, ...] = ()) -> Iterator[str]:
-    yield "| key | values | default | meaning |"
-    yield "|---|---|---|---|"
+def values(field: FieldInfo) -> str:
+    """What a field can be: words, kinds, or a type and its bounds."""
+    option = option_in(field)
+    if option is None:
+        return " ".join(filter(None, (type_name(field.annotation), limits(field))))
+    kinds = ", ".join(f"`{kind}`" for kind in option.table)
+    return "".join(f"`{word}`, " for word in option.words) + f"kinds {kinds}"
+
+
+def table(
+    model: type[BaseModel], place: str, skip: Collection[str] = (), head: bool = True
+) -> Iterator[str]:
+    """The fields of a class.
+
+    Args:
+        place: dotted, of the class.
+        skip: keys without a row.
+    """
+    if head:
+        yield "| key | values | default | meaning |"
+        yield "|---|---|---|---|"
     for key, field in model.model_fields.items():
         if key in skip:
             continue
-        values = " ".join(filter(None, (type_name(field.annotation), limits(field))))
+        name = f"**`{key}`**" if f"{place}.{key}" in FIRST else f"`{key}`"
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
-        yield f"| `{key}` | {values} | {default(model, key)} | {meaning} |"
-
-
-def nested(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Tables inside a section: each model once, under the first key that holds it."""
-    seen: set[type[BaseModel]] = set()
-    for key, field in model.model_fields.items():
-        for inner in models_in(field.annotation):
-            if inner not in seen and inner is not ModelConfig:
-                seen.add(inner)
-                yield key, inner
+        yield f"| {name} | {values(field)} | {default(model, key)} | {meaning} |"
 
 
 def first_sentence(model: type[BaseModel]) -> str:
     return " ".join((model.__doc__ or "").split("\n\n")[0].split())
 
 
+def nested(model: type[BaseModel], place: str) -> Iterator[str]:
+    """What the options of a section hold, below a heading each."""
+    for key, field in model.model_fields.items():
+        here, option, inner = f"{place}.{key}", option_in(field), models_in(field)
+        inner = [each for each in inner if each is not ModelConfig]
+        if not inner:
+            continue
+        if option is None:
+            each = "Each of " if typing.get_origin(field.annotation) is list else ""
+            yield from (f"### {each}{here}", "", first_sentence(inner[0]), "")
+            yield from (*table(inner[0], here), "")
+        else:
+            yield from (f"### {here}", "")
+            for kind, chosen in option.table.items():
+                plain = " (the default kind)" if kind == option.default else ""
+                yield f"- `kind: {kind}`{plain}: {first_sentence(chosen)}"
+            yield ""
+            yield from kinds_table(option.table, here)
+        for each in inner:
+            yield from nested(each, here)
+
+
+def kinds_table(kinds: Mapping[str, type[BaseModel]], place: str) -> Iterator[str]:
+    """The settings of an option's kinds: a row for each, and which kinds have it."""
+    rows: dict[str, list[str]] = {}
+    for kind, chosen in kinds.items():
+        for row in table(chosen, place, skip=("kind",), head=False):
+            rows.setdefault(row, []).append(f"`{kind}`")
+    if not rows:
+        return
+    every = len(kinds)
+    yield from ("| kinds | key | values | default | meaning |", "|---|---|---|---|---|")
+    for row, having in rows.items():
+        yield f"| {'all' if len(having) == every > 1 else ', '.join(having)} {row}"
+    yield ""
+
+
 def render() -> str:
     """The whole page."""
     lines = [HEAD]
     for name, field in Config.model_fields.items():
-        (section,) = models_in(field.annotation)
+        (section,) = models_in(field)  # one optimizer so far
         lines += [f"## {name}", "", first_sentence(section), ""]
-        lines += [*table(section, skip=("config",) if section is ModelSection else ()), ""]
+        lines += [*table(section, name, skip=("config",) if section is ModelSection else ()), ""]
         if section is ModelSection:
             lines += [
                 "The architecture stands in the same section, under the names of a Hugging Face",
                 "`config.json`. A field left out takes the family's default in transformers, shown",
                 "where all families agree; one that the family does not have must be left out.",
                 "",
-                *table(ModelConfig),
+                *table(ModelConfig, name),
                 "",
             ]
-            for name_, family in FAMILIES.items():
+            for family, adds in FAMILIES.items():
                 own = tuple(ModelConfig.model_fields)
-                if len(family.model_fields) > len(own):
-                    lines += [f"Also in {name_}:", "", *table(family, skip=own), ""]
-        for key, inner in nested(section):
-            lines += [f"### Each of {name}.{key}", "", first_sentence(inner), "", *table(inner), ""]
+                if len(adds.model_fields) > len(own):
+                    lines += [f"Also in {family}:", "", *table(adds, name, skip=own), ""]
+        lines += nested(section, name)
     return "\n".join(lines).rstrip() + "\n"
 
 
