@@ -17,6 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from models.attention import GroupedQueryAttention
+from models.attention.sdpa import Choice
 from models.config import ModelConfig
 from models.first_weights import DEFAULT, FirstWeights
 from models.transformer import Decoder
@@ -30,6 +32,7 @@ def build_model(
     config: ModelConfig,
     *,
     kernels: str = "auto",
+    attention: Choice = "auto",
     save: str = "h",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -42,6 +45,7 @@ def build_model(
     Args:
         config: the architecture.
         kernels: implementation of the expert layers: auto, hopper, triton or reference.
+        attention: who computes attention, see `models.attention.packed_backend`.
         save: what expert layers keep for backward: "h" pre-activations, "fp8_h" the same in
             float8, "x" only their input.
         dtype: of the weights. Routers stay fp32 whatever it is (fp64 in an fp64 model).
@@ -57,6 +61,9 @@ def build_model(
     # First without memory: otherwise each layer would fill its weights once just to be overwritten.
     with torch.device("meta"):
         model = Decoder(config, moe_configs).to(dtype)
+    for module in model.modules():
+        if isinstance(module, GroupedQueryAttention):
+            module.choice = attention
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from models.attention.flash4 import fits, installed
 from models.build import (
     build_model,
     initial_values,
@@ -187,9 +188,11 @@ def make_train_state(
     """
     if config.train.cuda_graph:
         own_stream(device)
+    check_attention(config, device, DTYPES[plan.dtype], architecture.head_dim)
     model = build_model(
         architecture,
         kernels=config.model.kernels,
+        attention=config.model.attention,
         save=config.model.save,
         **router_options(config, architecture, steps),
         # What shards a model keeps float32 master weights as its own, and casts them.
@@ -274,6 +277,20 @@ def _first_weights(config: Config, state: TrainState) -> None:
 
     engine.fill(values)
     start_routers(model)
+
+
+def check_attention(
+    config: Config, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> None:
+    """ConfigError where FlashAttention-4 is asked for and cannot be."""
+    if config.model.attention == "flash4" and not fits(device, dtype, head_dim):
+        raise ConfigError(
+            "model.attention='flash4' needs the package flash-attn-4 (pip install -e '.[gpu]'; "
+            f"here: {installed() or 'not installed'}), a Hopper GPU, bfloat16 or float16 and heads "
+            f"of up to 128, a multiple of 8; this run is on {device.type} in "
+            f"{str(dtype).removeprefix('torch.')} with heads of {head_dim}; allowed here: auto, "
+            "pytorch"
+        )
 
 
 # --- snapshots ----------------------------------------------------------------------------------

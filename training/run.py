@@ -37,7 +37,14 @@ if TYPE_CHECKING:
 # Settings that must stay, and the exceptions below them. Which text it is, the data's own state
 # knows by content, so files may move.
 FIXED = ("model", "run.seed", "experts.start")
-FREE = ("model.kernels", "model.save", "model.hf_config", "model.init_from", "model.init")
+FREE = (
+    "model.kernels",
+    "model.attention",
+    "model.save",
+    "model.hf_config",
+    "model.init_from",
+    "model.init",
+)
 
 
 @dataclass(frozen=True)

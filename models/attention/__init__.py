@@ -7,6 +7,7 @@ A kind is a module made of a config and the number of its layer, which a family 
   same `rope.key`, and hands them to `forward`;
 - `cache_entry(rows, capacity, device, dtype)`: what it keeps of earlier tokens, in its own form;
 - `forward(x_BLD, rotation, cu_seqlens_N1, lengths_N, cache, positions_BL)` → [B, L, D];
+- `choice`, if more than one package computes it;
 - `parameter_kind`, and names of its parameters in the family's `tensor_names`.
 """
 
@@ -17,6 +18,7 @@ from models.attention.sdpa import (
     causal_attention,
     packed_attention,
     packed_backend,
+    row_attention,
 )
 
 __all__ = [
@@ -27,4 +29,5 @@ __all__ = [
     "causal_attention",
     "packed_attention",
     "packed_backend",
+    "row_attention",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention.cache import KeysValues, KVCache
-from models.attention.sdpa import cached_attention, causal_attention, packed_attention
+from models.attention.sdpa import Choice, cached_attention, packed_attention, row_attention
 from models.config import ModelConfig
 from models.norm import RMSNorm
 from models.rope import Rope, Rotation, rotate
@@ -27,6 +27,9 @@ class GroupedQueryAttention(nn.Module):
         bias: of the query, key and value projections.
         output_bias: of the output projection.
         clip: clamp queries, keys and values to ±clip before RoPE.
+
+    Attributes:
+        choice: who computes it, see `models.attention.packed_backend`.
     """
 
     parameter_kind = "attention"
@@ -44,6 +47,7 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.layer, self.qk_norm, self.clip = layer, qk_norm, clip
+        self.choice: Choice = "auto"
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.rope = Rope(config.rotary_dim, config.rope_theta, config.rope_scaling)
@@ -96,7 +100,7 @@ class GroupedQueryAttention(nn.Module):
                 q_BLHC, entry.keys_BSGC[:, :end], entry.values_BSGC[:, :end], positions_BL
             )
         elif lengths_N is not None:
-            y_BLHC = packed_attention(q_BLHC, k_BLGC, v_BLGC, cu_seqlens_N1, lengths_N)
+            y_BLHC = packed_attention(q_BLHC, k_BLGC, v_BLGC, cu_seqlens_N1, lengths_N, self.choice)
         else:
-            y_BLHC = causal_attention(q_BLHC, k_BLGC, v_BLGC)
+            y_BLHC = row_attention(q_BLHC, k_BLGC, v_BLGC, self.choice)
         return self.o(y_BLHC.reshape(rows, length, self.heads * self.head_dim))

@@ -1,6 +1,7 @@
 """Scaled dot-product attention over rows, packed documents, or cached tokens.
 
-Three ways to the same causal attention, chosen by what is given:
+Four ways to the same causal attention, chosen by what is given and what is installed:
+- FlashAttention-4 (models/attention/flash4.py) for rows and documents, where it can be;
 - one document per row: `scaled_dot_product_attention(is_causal=True)`;
 - several documents per row, CUDA, bf16/fp16 and head widths that are multiples of 8 up to 256:
   PyTorch's variable-length flash attention;
@@ -15,21 +16,41 @@ from __future__ import annotations
 
 import inspect
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from models.attention.flash4 import fits, flash4
 from moe.kernels.common.autograd import first_order
 from moe.kernels.common.backend import on_gpu
+
+Choice = Literal["auto", "flash4", "pytorch"]
 
 # Options of varlen_attn; they differ between PyTorch 2.10 and 2.13.
 _VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
 
 
+def row_attention(
+    q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, choice: Choice = "auto"
+) -> Tensor:
+    """Each token attends to its row up to itself. [B, L, H, C].
+
+    Args:
+        choice: see `packed_backend`.
+    """
+    rows, length, _, width = q_BLHC.shape
+    if packed_backend(q_BLHC.device, q_BLHC.dtype, width, choice) != "flash4":
+        return causal_attention(q_BLHC, k_BLGC, v_BLGC)
+    ends = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=q_BLHC.device)
+    parts = (part.flatten(0, 1) for part in (q_BLHC, k_BLGC, v_BLGC))
+    return flash4(*parts, ends, longest=length).view(q_BLHC.shape)
+
+
 def causal_attention(q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor) -> Tensor:
-    """Each token attends to its row up to itself. [B, L, H, C]."""
+    """`row_attention` by PyTorch's `scaled_dot_product_attention`."""
     q, k, v = (part.transpose(1, 2) for part in (q_BLHC, k_BLGC, v_BLGC))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=_grouped(q, k))
     return y.transpose(1, 2)
@@ -49,7 +70,12 @@ def cached_attention(
 
 
 def packed_attention(
-    q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, cu_seqlens_N1: Tensor, lengths_N: Tensor
+    q_BLHC: Tensor,
+    k_BLGC: Tensor,
+    v_BLGC: Tensor,
+    cu_seqlens_N1: Tensor,
+    lengths_N: Tensor,
+    choice: Choice = "auto",
 ) -> Tensor:
     """Each token attends to its document up to itself.
 
@@ -57,19 +83,30 @@ def packed_attention(
     by kind of device, so neither costs a copy. N may change from call to call without recompiling.
     """
     q_THC, k_TGC, v_TGC = (part.flatten(0, 1) for part in (q_BLHC, k_BLGC, v_BLGC))
-    if packed_backend(q_BLHC.device, q_BLHC.dtype, q_BLHC.shape[-1]) == "flash":
+    backend = packed_backend(q_BLHC.device, q_BLHC.dtype, q_BLHC.shape[-1], choice)
+    if backend == "flash4":
+        y_THC = flash4(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest=q_BLHC.shape[1])
+    elif backend == "flash":
         y_THC = _flash(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest=q_BLHC.shape[1])
     else:
         y_THC = torch.ops.tessera.document_attention(q_THC, k_TGC, v_TGC, lengths_N)
     return y_THC.view(q_BLHC.shape)
 
 
-def packed_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """What computes `packed_attention`: "flash" (PyTorch's variable-length flash attention), or
-    "sdpa" (its scaled_dot_product_attention, one document after the other)."""
+def packed_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, choice: Choice = "auto"
+) -> Literal["flash4", "flash", "sdpa"]:
+    """What computes `packed_attention`: FlashAttention-4, "flash" (PyTorch's variable-length flash
+    attention), or "sdpa" (its scaled_dot_product_attention, one document after the other).
+
+    Args:
+        choice: auto (the first of these that can be), flash4, or pytorch (one of the others).
+    """
+    if choice == "flash4" or (choice == "auto" and fits(device, dtype, head_dim)):
+        return "flash4"
     narrow = dtype in (torch.bfloat16, torch.float16)
-    fits = head_dim % 8 == 0 and head_dim <= 256
-    return "flash" if on_gpu(device) and narrow and fits else "sdpa"
+    usual = head_dim % 8 == 0 and head_dim <= 256
+    return "flash" if on_gpu(device) and narrow and usual else "sdpa"
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:

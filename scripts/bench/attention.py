@@ -6,8 +6,9 @@
 
 Heads are those of the config, lengths those of real rows (documents of the bundled novel).
 
-    ours    what `models.attention.packed_attention` takes on this device
+    ours    what `models.attention.packed_attention` takes on this device by itself
     flash   PyTorch's variable-length flash attention
+    flash4  FlashAttention-4, if installed
     flex    FlexAttention with a document mask, compiled; the mask is made once for all layers
     rows    the same rows without borders, by whichever kernel PyTorch takes: more work, no mask
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from models.attention import causal_attention, packed_attention
+from models.attention.flash4 import flash4, installed
 from models.documents import Documents
 from scripts._command import bounded, command
 from scripts.bench.harness import (
@@ -66,6 +68,8 @@ def backends(documents: Documents, rows: int, length: int, device: torch.device)
     if device.type == "cuda":
         found["flash"] = lambda q, k, v: Flash.apply(q, k, v, ends, length)
         found["flex"] = flex(documents, rows, length, device)
+        if installed():
+            found["flash4"] = lambda q, k, v: flash4(q, k, v, ends, length)
     return found
 
 

@@ -11,9 +11,9 @@ from moe import RouterControl
 from moe.control import routers_of
 from parallel import World
 from tests.training.tiny import write_inputs
-from training.assemble import make_train_state, model_config
+from training.assemble import check_attention, make_train_state, model_config
 from training.checkpoint.weights import save_weights
-from training.config.build import load_config, make_plan
+from training.config.build import ConfigError, load_config, make_plan
 from training.data import load_tokenizer
 
 CPU = torch.device("cpu")
@@ -72,3 +72,14 @@ def test_averaged_router_weights_go_on_or_start_at_the_weight(tmp_path, source):
         assert torch.equal(router.weight, before.weight)
         expected = before.weight if before.weight_ema is None else before.weight_ema
         assert torch.equal(router.weight_ema, expected)
+
+
+def test_flash_attention_that_cannot_be_is_refused_before_a_model_is_built(tmp_path):
+    config = load_config(
+        "configs/quickstart.yaml", ["model.attention=flash4", f"run.dir={tmp_path}"]
+    )
+    with pytest.raises(ConfigError, match=r"model\.attention='flash4' needs the package") as error:
+        check_attention(config, torch.device("cpu"), torch.float32, 32)
+    assert "on cpu in float32 with heads of 32; allowed here: auto, pytorch" in str(error.value)
+    auto = load_config("configs/quickstart.yaml", [f"run.dir={tmp_path}"])
+    check_attention(auto, torch.device("cpu"), torch.float32, 32)

@@ -189,6 +189,7 @@ TURNED = {
     "model.hf_config": "model.hf_config=nowhere",
     "model.init_from": "model.init_from=nowhere",
     "model.kernels": "model.kernels=reference",
+    "model.attention": "model.attention=flash4",
     "model.save": "model.save=x",
     "model.init.embedding": "model.init.embedding=0.5",
     "model.init.router": "model.init.router=0.5",

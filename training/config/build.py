@@ -156,7 +156,15 @@ def resolved(config: Config) -> Config:
 def versions() -> dict[str, str]:
     """What this run is made with: Python, the packages that matter, and the git commit."""
     found = {"python": platform.python_version()}
-    for package in ("tessera-moe", "torch", "triton", "transformers", "numpy", "liger-kernel"):
+    for package in (
+        "tessera-moe",
+        "torch",
+        "triton",
+        "transformers",
+        "numpy",
+        "liger-kernel",
+        "flash-attn-4",
+    ):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

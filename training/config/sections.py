@@ -71,6 +71,9 @@ class ModelSection(Settings):
     kernels: Literal["auto", "hopper", "triton", "reference", "spmm"] = "auto"
     """Implementation of the expert layers. auto: on CUDA Triton, or kernels for Hopper where they
     can run; plain PyTorch elsewhere; spmm: products of sparse matrices, for comparison."""
+    attention: Literal["auto", "flash4", "pytorch"] = "auto"
+    """Who computes attention. auto: FlashAttention-4 where its package is installed (`pip install
+    -e .[gpu]`) and has been tried with the GPU (Hopper), else PyTorch's own kernels."""
     save: Literal["h", "fp8_h", "x"] = "h"
     """What an expert layer keeps for its backward pass: its pre-activations (h), a float8 copy of
     them (fp8_h: half the memory, gradients 3 to 4 % off, bfloat16 only), or only its input (x),

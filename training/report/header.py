@@ -127,8 +127,13 @@ def what_runs(state: RunState) -> Iterator[str]:
     loss = loss_backend(torch.empty(0, device=state.device, dtype=dtype))
     experts = _experts_kernels(state, dtype)
     yield f"kernels: {f'experts {experts}, ' if experts else ''}loss {loss}"
-    by = packed_backend(state.device, dtype, state.model.config.head_dim)
-    names = {"flash": "flash, of packed documents", "sdpa": "scaled_dot_product_attention"}
+    choice = state.config.model.attention
+    by = packed_backend(state.device, dtype, state.model.config.head_dim, choice)
+    names = {
+        "flash4": "FlashAttention-4",
+        "flash": "flash, of packed documents",
+        "sdpa": "scaled_dot_product_attention",
+    }
     yield f"attention: {names[by]}"
     if plan.sharded:
         yield f"engine: {plan.engine}; layout: {plan.mesh.describe()}"
