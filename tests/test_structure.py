@@ -34,7 +34,7 @@ BELOW = {
 """Package to those that it may import: train.py → training → models → moe, training → parallel."""
 PACKAGES = tuple(BELOW)
 OPTIONAL = {
-    "datasets", "deepspeed", "gguf", "huggingface_hub", "liger_kernel", "matplotlib",
+    "datasets", "deepspeed", "flash_attn", "gguf", "huggingface_hub", "liger_kernel", "matplotlib",
     "transformers", "triton", "wandb",
 }  # fmt: skip
 """Packages that may be missing or are slow to import; functions import them when they need them."""
