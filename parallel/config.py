@@ -56,14 +56,17 @@ class _Exchange(Settings):
     """Form of tokens on their way to experts: the model's dtype, or E4M3 with scales."""
 
 
-class AllToAll(_Exchange):
+class _Chunked(_Exchange):
+    transport: Literal["collective", "pull"] = "collective"
+    """collective: NCCL or gloo. pull: copies out of the peers' memory, for GPUs of one host."""
+
+
+class AllToAll(_Chunked):
     """Tokens go to the ranks of their experts, all at once."""
 
     kind: Literal["all_to_all"] = "all_to_all"
     chunks: Annotated[int, Field(ge=1)] = 2
     """Parts of a micro-batch that travel while others are computed."""
-    transport: Literal["collective", "pull"] = "collective"
-    """collective: NCCL or gloo. pull: copies out of the peers' memory, for GPUs of one host."""
 
 
 class Pairwise(_Exchange):
@@ -72,7 +75,7 @@ class Pairwise(_Exchange):
     kind: Literal["pairwise"] = "pairwise"
 
 
-class AllGather(_Exchange):
+class AllGather(_Chunked):
     """All tokens go to all ranks, whatever their experts, so that no size is read back from the
     device."""
 

@@ -1,6 +1,6 @@
 """Expert parallelism: an MoE layer whose experts live on several ranks.
 
-    layer = expert_parallel(layer, mesh, ExpertParallelOptions())
+    layer = expert_parallel(layer, mesh, AllToAll())
 
 The router and the shared expert stay on every rank; `layer.experts` holds this rank's experts and
 runs dispatch, experts and combine in one forward. One module that owns the weights and uses all of
@@ -36,99 +36,60 @@ from moe import MoE, MoEConfig, Routing
 from moe.experts import autocast_as_linear, experts
 from moe.kernels.common.backend import pick_backend
 from moe.metrics import RouterStats
-from parallel.exchange.all_gather import Whole
+from parallel.config import AllGather, AllToAll, Pairwise
+from parallel.exchange.all_gather import AllGatherExchange
 from parallel.exchange.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
 from parallel.exchange.dispatch import (
-    SCHEDULES,
-    Cut,
+    DispatchPlan,
     exchange_counts,
     plan_dispatch,
     received_routing,
     sort_pairs,
 )
 from parallel.exchange.pull import Pull, SymmetricMemory
-from parallel.exchange.transport import Collective, Pairwise, Transport
+from parallel.exchange.transport import Collective, RingTransport, Transport
 from parallel.mesh import Mesh, MeshPlan
 from parallel.world import ParallelError
 
-PAYLOADS = ("model", "float8")
-TRANSPORTS = ("collective", "pull")
+Exchanging = AllToAll | Pairwise | AllGather
+"""How tokens travel; none of it changes which numbers are summed, or in which order."""
 
 
-@dataclass(frozen=True)
-class ExpertParallelOptions:
-    """How tokens travel. None of it changes which numbers are summed, or in which order.
+def check_exchange(exchange: Exchanging, plan: MeshPlan, device_type: str) -> None:
+    """Refuse what cannot work on this device, or has no effect in this layout.
 
     Raises:
-        ValueError: unknown values, or a setting that another one makes useless.
+        ParallelError: setting, value and what is allowed.
     """
-
-    chunks: int | None = None
-    """Parts that a rank's tokens are cut into, so that one moves while another computes; None = 2,
-    or 1 with schedule=whole. Not for schedule=pairwise."""
-    schedule: str = "all"
-    """all: each step goes to all ranks; pairwise: each step to one, in ring order; whole: all
-    tokens go to all ranks, and no host waits for sizes."""
-    payload: str = "model"
-    """model: rows in the model's dtype; float8: dispatched rows in E4M3 with 1×128 scales."""
-    transport: str = "collective"
-    """collective: NCCL or gloo; pull: copy engine through symmetric memory, GPUs of one host."""
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("schedule", SCHEDULES),
-            ("payload", PAYLOADS),
-            ("transport", TRANSPORTS),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ParallelError(
-                    f"parallel.{name}={value!r} is unknown; allowed: {', '.join(allowed)}"
-                )
-        if self.chunks is not None and self.chunks < 1:
-            raise ParallelError(f"parallel.exchange.chunks={self.chunks} must be at least 1")
-        if self.schedule == "pairwise":
-            if self.chunks is not None:
-                raise ParallelError(
-                    f"parallel.exchange.chunks={self.chunks} has no effect with "
-                    "parallel.exchange.kind=pairwise, whose steps are the other ranks; leave it out"
-                )
-            if self.transport != "collective":
-                raise ParallelError(
-                    f"parallel.exchange.transport={self.transport} already goes from rank to rank; "
-                    "allowed with parallel.exchange.kind=pairwise: collective"
-                )
-
-    def check(self, plan: MeshPlan, device_type: str) -> None:
-        """Refuse what cannot work on this device, or has no effect in this layout.
-
-        Raises:
-            ValueError: setting, value and what is allowed.
-        """
-        if self.transport == "pull" and device_type != "cuda":
-            raise ParallelError(
-                "parallel.exchange.transport=pull needs CUDA devices, this run is on "
-                f"{device_type}; allowed here: collective"
-            )
-        if plan.expert > 1 or plan.world == 1:
-            return  # one process runs any layout's config
-        default = ExpertParallelOptions()
-        for name in ("chunks", "schedule", "payload", "transport"):
-            if getattr(self, name) != getattr(default, name):
-                raise ParallelError(
-                    f"parallel.exchange.{name}={getattr(self, name)!r} has no effect while the "
-                    "experts are not split (parallel.expert is 1 here); leave it out"
-                )
+    if _pulls(exchange) and device_type != "cuda":
+        raise ParallelError(
+            f"parallel.exchange.transport=pull needs CUDA devices, this run is on {device_type}; "
+            "allowed here: collective"
+        )
+    if plan.expert > 1 or plan.world == 1:
+        return  # one process runs any layout's config
+    default = {"kind": "all_to_all", **AllToAll().model_dump(exclude={"kind"})}
+    given = {"kind": exchange.kind, **exchange.model_dump(exclude={"kind"})}
+    key = next((key for key, value in given.items() if value != default.get(key, value)), None)
+    if key is not None:
+        raise ParallelError(
+            f"parallel.exchange.{key}={getattr(exchange, key)} has no effect while the experts are "
+            "not split (parallel.expert is 1 here); leave it out"
+        )
 
 
-def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | None:
+def _pulls(exchange: Exchanging) -> bool:
+    return getattr(exchange, "transport", "collective") == "pull"
+
+
+def make_transport(exchange: Exchanging, mesh: Mesh) -> Transport | None:
     """What moves rows in the expert group; None when nothing has to move. Layers can share it."""
     if mesh.plan.expert == 1:
         return None
     group = mesh.group("expert")
     assert group is not None, f"no expert group in a world of {mesh.plan.world}"
-    if options.transport == "pull":
-        options.check(mesh.plan, mesh.device.type)
+    if _pulls(exchange):
+        check_exchange(exchange, mesh.plan, mesh.device.type)
         hosts: list[str] = [""] * mesh.plan.expert
         dist.all_gather_object(hosts, socket.gethostname(), group=group)
         if len(set(hosts)) > 1:
@@ -137,7 +98,7 @@ def make_transport(options: ExpertParallelOptions, mesh: Mesh) -> Transport | No
                 f"they are on {', '.join(sorted(set(hosts)))}; allowed here: collective"
             )
         return Pull(SymmetricMemory(group, mesh.device), group)
-    return Pairwise(group) if options.schedule == "pairwise" else Collective(group)
+    return RingTransport(group) if exchange.kind == "pairwise" else Collective(group)
 
 
 class ParallelExperts(nn.Module):
@@ -157,34 +118,34 @@ class ParallelExperts(nn.Module):
         w1_EHD: Tensor,
         w2_EDN: Tensor,
         mesh: Mesh,
-        options: ExpertParallelOptions,
+        exchange: Exchanging,
         transport: Transport | None,
         flat: bool,
     ) -> None:
         super().__init__()
         self.config = config
         self.mesh = mesh
-        self.options = options
+        self.exchange = exchange
         self.transport = transport
         mine = mesh.local_experts(config.num_experts)
         self.first_expert, self.num_experts = mine.start, len(mine)
-        self.cut = Cut(
+        self.plan = DispatchPlan(
             mesh.plan.expert,
             self.num_experts,
-            options.chunks or (1 if options.schedule == "whole" else 2),
-            options.schedule,
+            getattr(exchange, "chunks", 1),
+            exchange.kind,
         )
-        self.whole = None
-        if options.schedule == "whole" and transport is not None:
-            self.whole = Whole(
+        self.all_gather = None
+        if exchange.kind == "all_gather" and transport is not None:
+            self.all_gather = AllGatherExchange(
                 transport,
                 _host_group(mesh),
                 mesh.place("expert"),
                 mesh.plan.expert,
                 self.num_experts,
                 self.first_expert,
-                self.cut.chunks,
-                options.payload == "float8",
+                self.plan.chunks,
+                exchange.payload == "float8",
                 config.kernels,
             )
         for name, weight in (("w1", w1_EHD), ("w2", w2_EDN)):
@@ -240,15 +201,15 @@ class ParallelExperts(nn.Module):
         # Rows travel in the dtype in which the experts would read them.
         (rows_TD,) = autocast_as_linear(x_TD)
         backend = pick_backend(config.kernels, rows_TD)
-        if self.whole is not None:
-            exchange = replace(self.whole, transport=self.transport)
-            y_TD = exchange(
+        if self.all_gather is not None:
+            all_gather = replace(self.all_gather, transport=self.transport)
+            y_TD = all_gather(
                 rows_TD, routing, compute, None if shared is None else lambda: shared(x_TD), backend
             )
             return finish(y_TD)
-        pairs = sort_pairs(routing, self.cut, rank, config.kernels)
+        pairs = sort_pairs(routing, self.plan, rank, config.kernels)
         counts_NB2 = exchange_counts(pairs.counts_B2, self.transport_group)
-        plan = plan_dispatch(pairs, counts_NB2, self.cut, rank, backend)
+        plan = plan_dispatch(pairs, counts_NB2, self.plan, rank, backend)
         gates, ids = plan.gates(routing.gates_S, pairs.row_S), plan.ids()
         rows_CD = spread(rows_TD, plan.copies)
         parts = list(rows_CD.split([sum(step.rows.send) for step in plan.steps]))
@@ -256,7 +217,7 @@ class ParallelExperts(nn.Module):
 
         def dispatch(i: int):
             step, id_P = plan.steps[i], WithIds(ids[i])
-            payload = Float8() if self.options.payload == "float8" else Plain()
+            payload = Float8() if self.exchange.payload == "float8" else Plain()
             return (
                 id_P,
                 issue(gates[i], self.transport, step.pairs, id_P),
@@ -289,7 +250,8 @@ class ParallelExperts(nn.Module):
 
     def extra_repr(self) -> str:
         last = self.first_expert + self.num_experts - 1
-        return f"experts {self.first_expert} to {last} of {self.config.num_experts}, {self.options}"
+        experts = f"experts {self.first_expert} to {last} of {self.config.num_experts}"
+        return f"{experts}, exchange {self.exchange}"
 
 
 class ExpertParallelMoE(MoE):
@@ -304,7 +266,7 @@ class ExpertParallelMoE(MoE):
         self,
         layer: MoE,
         mesh: Mesh,
-        options: ExpertParallelOptions,
+        exchange: Exchanging,
         transport: Transport | None = None,
         flat: bool = True,
     ) -> None:
@@ -313,7 +275,7 @@ class ExpertParallelMoE(MoE):
         self.router, self.shared = layer.router, layer.shared
         self.routing_hook = layer.routing_hook
         self.experts = ParallelExperts(
-            layer.config, layer.w1, layer.w2, mesh, options, transport, flat
+            layer.config, layer.w1, layer.w2, mesh, exchange, transport, flat
         )
         self.train(layer.training)
 
@@ -335,7 +297,7 @@ class ExpertParallelMoE(MoE):
 def expert_parallel(
     layer: MoE,
     mesh: Mesh,
-    options: ExpertParallelOptions | None = None,
+    exchange: Exchanging | None = None,
     transport: Transport | None = None,
     flat: bool = True,
 ) -> ExpertParallelMoE:
@@ -352,15 +314,15 @@ def expert_parallel(
     Raises:
         ValueError: experts that the expert ranks do not divide, or a transport that cannot work.
     """
-    options = options or ExpertParallelOptions()
+    exchange = exchange or AllToAll()
     ranks = mesh.plan.expert
     if layer.config.num_experts % ranks:
         raise ParallelError(
             f"parallel.expert={ranks} does not divide num_experts={layer.config.num_experts}"
         )
     if transport is None:
-        transport = make_transport(options, mesh)
-    return ExpertParallelMoE(layer, mesh, options, transport, flat)
+        transport = make_transport(exchange, mesh)
+    return ExpertParallelMoE(layer, mesh, exchange, transport, flat)
 
 
 @dataclass(frozen=True)
@@ -376,7 +338,7 @@ class ExpertRange:
 
 
 def split_experts(
-    model: nn.Module, mesh: Mesh, options: ExpertParallelOptions | None = None, flat: bool = True
+    model: nn.Module, mesh: Mesh, exchange: Exchanging | None = None, flat: bool = True
 ) -> dict[str, ExpertRange]:
     """Replace every MoE layer of a model by its distributed form, in place.
 
@@ -386,12 +348,12 @@ def split_experts(
     Returns:
         name of each expert parameter, as the model now has it, → its place in the whole tensor.
     """
-    options = options or ExpertParallelOptions()
-    transport = make_transport(options, mesh)
+    exchange = exchange or AllToAll()
+    transport = make_transport(exchange, mesh)
     ranges = {}
     for name, layer in [(n, m) for n, m in model.named_modules() if type(m) is MoE]:
         parent, _, child = name.rpartition(".")
-        parallel = expert_parallel(layer, mesh, options, transport, flat)
+        parallel = expert_parallel(layer, mesh, exchange, transport, flat)
         setattr(model.get_submodule(parent), child, parallel)
         prefix = f"{name}." if name else ""
         for weight in ("w1", "w2"):

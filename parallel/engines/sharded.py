@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe import Router
+from parallel.config import AllToAll
 from parallel.engines.base import Engine, Outcome, Values, any_not_finite
 from parallel.engines.optimizer import DENSE, EXPERT, ROUTER, Group, Kind, Optimizer, Piece
 from parallel.engines.rounding import buffer_seed
-from parallel.expert_parallel import ExpertParallelOptions, ExpertRange, split_experts
+from parallel.expert_parallel import Exchanging, ExpertRange, split_experts
 from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh
 from parallel.offload import Offload
@@ -40,7 +41,7 @@ class Sharding:
     units: Sequence[nn.Module] = ()
     """Modules whose weights are gathered together, in the order of the forward: the blocks, and
     embedding and head if they share no weight."""
-    exchange: ExpertParallelOptions = field(default_factory=ExpertParallelOptions)
+    exchange: Exchanging = field(default_factory=AllToAll)
     """How tokens travel."""
     offload: Offload = field(default_factory=Offload)
     """What lies outside of the device."""

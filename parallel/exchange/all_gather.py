@@ -1,4 +1,4 @@
-"""The exchange `schedule=whole`: every rank sends all its tokens to every rank of the group.
+"""The exchange `all_gather`: every rank sends all its tokens to every rank of the group.
 
 With K experts a token over few ranks nearly every token has an expert on every rank (8 experts over
 2 ranks: 99.6 % of tokens, over 4: 90 %), so sending just those saves little. Sending all makes
@@ -44,7 +44,7 @@ from parallel.world import ParallelError
 
 
 @dataclass(frozen=True)
-class Whole:
+class AllGatherExchange:
     """What an exchange of this kind must know besides the tokens; the same on all ranks but for
     `rank` and `first_expert`."""
 

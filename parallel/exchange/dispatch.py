@@ -8,9 +8,9 @@ row back.
 
 The exchange is cut into steps that are on their way while others compute:
 
-    all         step c: the c-th part of every rank's tokens, to all ranks
+    all_to_all  step c: the c-th part of every rank's tokens, to all ranks
     pairwise    step r: all tokens for the rank r + 1 places further round the ring
-    whole       see `whole.py`
+    all_gather  see `all_gather.py`
 
 A rank's pairs with its own experts take no part; they are the local block behind the last step.
 
@@ -38,8 +38,6 @@ from moe.routing import Routing
 from parallel.exchange.all_to_all import Copies
 from parallel.exchange.transport import Split
 from parallel.world import all_gather_single
-
-SCHEDULES = ("all", "pairwise", "whole")
 
 
 @dataclass(frozen=True)
@@ -116,27 +114,29 @@ class SortedPairs:
 
 
 @dataclass(frozen=True)
-class Cut:
+class DispatchPlan:
     """How an exchange is cut; the same on all ranks."""
 
     ranks: int
     experts_per_rank: int
     chunks: int = 1
-    schedule: str = "all"
+    kind: str = "all_to_all"
 
     @property
     def num_steps(self) -> int:
         if self.ranks == 1:
             return 0
-        return self.chunks if self.schedule == "all" else self.ranks - 1
+        return self.chunks if self.kind == "all_to_all" else self.ranks - 1
 
     @property
     def bins(self) -> int:
         """Groups of pairs with one step and one destination; the last one is the local block."""
-        return self.num_steps * (self.ranks if self.schedule == "all" else 1) + 1
+        return self.num_steps * (self.ranks if self.kind == "all_to_all" else 1) + 1
 
 
-def sort_pairs(routing: Routing, cut: Cut, rank: int, backend: str = "auto") -> SortedPairs:
+def sort_pairs(
+    routing: Routing, plan: DispatchPlan, rank: int, backend: str = "auto"
+) -> SortedPairs:
     """Sort pairs by (step, destination, token), the local ones last, and count them; no host sync.
 
     Args:
@@ -145,19 +145,19 @@ def sort_pairs(routing: Routing, cut: Cut, rank: int, backend: str = "auto") -> 
     token_S = routing.token_S
     expert_S = routing.expert_S
     some_S = expert_S >= 0
-    dest_S = expert_S // cut.experts_per_rank
-    if cut.schedule == "all":
+    dest_S = expert_S // plan.experts_per_rank
+    if plan.kind == "all_to_all":
         tokens = max(routing.num_tokens, 1)
         # token t is in chunk i when floor(T i / n) <= t < floor(T (i + 1) / n)
-        chunk_S = ((token_S.long() + 1) * cut.chunks - 1) // tokens
-        bin_S = chunk_S * cut.ranks + dest_S
+        chunk_S = ((token_S.long() + 1) * plan.chunks - 1) // tokens
+        bin_S = chunk_S * plan.ranks + dest_S
     else:
-        bin_S = (dest_S - rank - 1) % cut.ranks
-    bin_S = torch.where(dest_S == rank, cut.bins - 1, bin_S)
+        bin_S = (dest_S - rank - 1) % plan.ranks
+    bin_S = torch.where(dest_S == rank, plan.bins - 1, bin_S)
     bin_S = torch.where(some_S, bin_S, -1).to(torch.int32)
     meta = routing_metadata(
         bin_S,
-        cut.bins,
+        plan.bins,
         slots_per_token=routing.slots_per_token,
         token_S=None if routing.slots_per_token is not None else token_S,
         backend=backend,
@@ -188,12 +188,12 @@ def exchange_counts(counts_B2: Tensor, group: dist.ProcessGroup) -> np.ndarray:
     return counts_NB2.view(-1, *counts_B2.shape).cpu().numpy().astype(np.int64)
 
 
-def steps_of(counts_NB2: np.ndarray, cut: Cut, rank: int) -> list[Step]:
+def steps_of(counts_NB2: np.ndarray, plan: DispatchPlan, rank: int) -> list[Step]:
     """The splits of all steps, from all ranks' counts."""
-    N = cut.ranks
+    N = plan.ranks
     steps = []
-    for index in range(cut.num_steps):
-        if cut.schedule == "all":
+    for index in range(plan.num_steps):
+        if plan.kind == "all_to_all":
             table = counts_NB2[:, index * N : (index + 1) * N]
         else:
             table = np.zeros((N, N, 2), dtype=np.int64)
@@ -205,7 +205,7 @@ def steps_of(counts_NB2: np.ndarray, cut: Cut, rank: int) -> list[Step]:
 
 
 def plan_dispatch(
-    pairs: SortedPairs, counts_NB2: np.ndarray, cut: Cut, rank: int, backend: str
+    pairs: SortedPairs, counts_NB2: np.ndarray, plan: DispatchPlan, rank: int, backend: str
 ) -> Dispatch:
     """The exchange of one routing, now that all sizes are known.
 
@@ -225,9 +225,9 @@ def plan_dispatch(
     copy_S = torch.where(starts_S & (copy_S < copies), copy_S, -1).to(torch.int32)
 
     slot_P, token_P = pairs.slot_P[:total], pairs.token_P[:total]
-    expert_P = routing.expert_S[slot_P.long()] % cut.experts_per_rank
+    expert_P = routing.expert_S[slot_P.long()] % plan.experts_per_rank
     return Dispatch(
-        steps=steps_of(counts_NB2, cut, rank),
+        steps=steps_of(counts_NB2, plan, rank),
         copies=Copies(
             token_C, copy_S, routing.num_tokens, routing.slots_per_token,
             routing.slot_offsets_T1, backend,

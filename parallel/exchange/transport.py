@@ -1,8 +1,8 @@
 """How rows of a buffer reach other ranks: the one seam between an exchange and its wires.
 
-    Collective   one uneven all-to-all: NCCL between hosts, gloo on a CPU
-    Pairwise     sends and receives in ring order, only between ranks that have rows for each other
-    Pull         (`pull.py`) copy-engine reads from peers' memory, for GPUs of one host
+    Collective      one uneven all-to-all: NCCL between hosts, gloo on a CPU
+    RingTransport   sends and receives in ring order, between ranks that have rows for each other
+    Pull            (`pull.py`) copy-engine reads from peers' memory, for GPUs of one host
 
 A transport has `start(rows, split)`, which returns at once, and the `Pending` that it gives has
 `wait()`, after which the rows may be read on the current stream. All ranks of a group must start
@@ -160,7 +160,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Pairwise:
+class RingTransport:
     """Ring order: to the next rank and from the previous, then the ones after them.
 
     Empty sides are left out: NCCL's point-to-point calls have hung on them

@@ -8,7 +8,7 @@
 layer: one MoE layer, forward and backward, in every mode of travelling. Beside the time of a mode:
 that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that
 of the exchanges alone. hidden = 1 - (time - free) / alone. Times on a GPU are the device's; where
-no size is read back (schedule=whole) it is held until the host has queued the pass. With --traces
+no size is read back (all_gather) it is held until the host has queued the pass. With --traces
 the profiler's timelines are kept, and the share of the time that rows move in which the GPU
 computes as well is read out of them.
 
@@ -38,9 +38,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe import MoE, MoEConfig
+from parallel.config import EXCHANGES
 from parallel.exchange.transport import Pending, Split, Transport
 from parallel.expert_parallel import (
-    ExpertParallelOptions,
     ParallelExperts,
     expert_parallel,
     make_transport,
@@ -69,12 +69,12 @@ from training.data import Batch, load_tokenizer
 from training.report.window import read_window
 
 MODES = {
-    "whole, pull": {"schedule": "whole", "transport": "pull"},
-    "whole": {"schedule": "whole"},
+    "whole, pull": {"kind": "all_gather", "transport": "pull"},
+    "whole": {"kind": "all_gather"},
     "1 chunk": {"chunks": 1},
     "2 chunks": {"chunks": 2},
     "4 chunks": {"chunks": 4},
-    "pairwise": {"schedule": "pairwise"},
+    "pairwise": {"kind": "pairwise"},
     "2 chunks, float8": {"chunks": 2, "payload": "float8"},
     "1 chunk, pull": {"chunks": 1, "transport": "pull"},
     "2 chunks, pull": {"chunks": 2, "transport": "pull"},
@@ -171,12 +171,12 @@ def bench_layer(
             continue
         if modes is not None and not re.search(modes, name):
             continue
-        options = ExpertParallelOptions(**settings)
+        options = EXCHANGES[settings.get("kind", "all_to_all")](**settings)
         inner = make_transport(options, mesh)
         row: dict[str, Any] = {"mode": name}
         # Without a wait for sizes the host can be ahead of the device, as in a long step; then the
         # times are the device's own, whatever the host's speed.
-        ahead = device_type == "cuda" and options.schedule == "whole"
+        ahead = device_type == "cuda" and options.kind == "all_gather"
         kinds = {"": inner, "free ": Free(inner)}
         layers = {
             kind: expert_parallel(layer, mesh, options, transport)
@@ -278,9 +278,7 @@ def _alone(inner, x: Tensor, rows: int, options, mesh, repeats: int, ahead: bool
     same = torch.tensor(rows, device=x.device)
     dist.all_reduce(same, op=dist.ReduceOp.MAX)  # all ranks must agree on sizes
     rows = int(same)
-    steps = size - 1
-    if options.schedule != "pairwise":
-        steps = options.chunks or (1 if options.schedule == "whole" else 2)
+    steps = size - 1 if options.kind == "pairwise" else options.chunks
     each = max(1, rows // max(1, steps * (size - 1)))
     times = []
     sent = x.detach().new_zeros(each * steps * size, x.shape[1])
@@ -294,7 +292,7 @@ def _alone(inner, x: Tensor, rows: int, options, mesh, repeats: int, ahead: bool
             flights = []
             for step in range(steps):
                 table = torch.full((size, size), each).fill_diagonal_(0)
-                if options.schedule == "pairwise":
+                if options.kind == "pairwise":
                     table = torch.zeros(size, size, dtype=torch.int64)
                     for source in range(size):
                         table[source, (source + step + 1) % size] = each * steps
@@ -380,7 +378,7 @@ def _exposed(state, train, given, times: list[float], seconds: float, plan: Plan
     width = state.model.config.hidden_size
     x = torch.zeros(1, width, device=mesh.device, dtype=getattr(torch, plan.dtype))
     options = layers[0].options
-    ahead = mesh.device.type == "cuda" and options.schedule == "whole"
+    ahead = mesh.device.type == "cuda" and options.kind == "all_gather"
     alone = pairs * _alone(inner, x, rows, options, mesh, 5, ahead) / 1e3
     numbers = torch.tensor([seconds, statistics.median(times[2:]), alone], device=mesh.device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from models.build import build_model, initial_values, parameter_kinds, reset_buffers
 from models.execution import apply_checkpointing
 from parallel import World
-from parallel.expert_parallel import ExpertParallelOptions
+from parallel.config import AllGather, AllToAll
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.offload import Offload
 from tests.distributed import tiny
@@ -45,7 +45,7 @@ class Case:
     placement: str = "across_nodes"
     family: str = "glm4_moe"
     changes: tuple[tuple[str, Any], ...] = ()
-    options: ExpertParallelOptions = field(default_factory=ExpertParallelOptions)
+    options: Any = field(default_factory=AllToAll)
     checkpointing: str = "none"
     meta: bool = False
     offload: Offload = field(default_factory=Offload)
@@ -61,7 +61,7 @@ CASES = {
     "fewer experts than ranks": Case(nodes=1, expert=1, family="mixtral", changes=FEW),
     "recomputed attention": Case(family="olmoe", checkpointing="selective"),
     "tied weights": Case(family="qwen3_moe_sparse_step"),
-    "all tokens to all": Case(options=ExpertParallelOptions(schedule="whole"), family="olmoe"),
+    "all tokens to all": Case(options=AllGather(), family="olmoe"),
     "offload to host memory": Case(offload=Offload("cpu"), nodes=4),
     "weights too": Case(offload=Offload("cpu", "cpu")),
     "weights alone": Case(offload=Offload(weights="cpu"), nodes=1, expert=1),

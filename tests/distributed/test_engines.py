@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from models.build import build_model, initial_values, parameter_kinds, reset_buffers
 from models.execution import apply_checkpointing, compile_blocks
 from moe.control import routers_of
+from parallel.config import AllGather, AllToAll, Pairwise
 from parallel.engines.choose import resolve_engine
 from parallel.engines.local import LocalEngine
-from parallel.expert_parallel import ExpertParallelOptions
 from parallel.flat_shard import FlatShard
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.offload import Offload
@@ -44,7 +44,7 @@ class Case:
     placement: str = "across_nodes"
     family: str = "glm4_moe"
     changes: tuple[tuple[str, Any], ...] = ()
-    options: ExpertParallelOptions = field(default_factory=ExpertParallelOptions)
+    options: Any = field(default_factory=AllToAll)
     checkpointing: str = "none"
     meta: bool = False
     compiled: bool = False
@@ -59,11 +59,11 @@ CASES = {
     "1 node, ZeRO-3 alone": Case(nodes=1, expert=1),
     "fewer experts than ranks": Case(nodes=1, expert=1, family="mixtral", changes=FEW),
     "tied weights": Case(family="qwen3_moe_sparse_step"),
-    "recomputed blocks": Case(checkpointing="full", options=ExpertParallelOptions(chunks=3)),
+    "recomputed blocks": Case(checkpointing="full", options=AllToAll(chunks=3)),
     "4 nodes, experts twice, recomputed attention": Case(checkpointing="selective", nodes=4),
     "compiled blocks": Case(compiled=True, checkpointing="full"),
-    "all tokens to all": Case(options=ExpertParallelOptions(schedule="whole")),
-    "pairwise": Case(nodes=4, expert=4, options=ExpertParallelOptions(schedule="pairwise")),
+    "all tokens to all": Case(options=AllGather()),
+    "pairwise": Case(nodes=4, expert=4, options=Pairwise()),
 }
 TRAINED = {
     "2 nodes of 2, experts over nodes": Case(),
@@ -424,7 +424,7 @@ def test_engines_that_cannot_be_are_refused():
     assert str(error.value) == (
         "parallel.engine='zero' is unknown; allowed: auto, fsdp2, deepspeed"
     )
-    with pytest.raises(ParallelError, match=r"parallel\.offload=cpu alone needs"):
+    with pytest.raises(ParallelError, match=r"parallel\.offload\.kind=cpu alone needs"):
         resolve_engine("fsdp2", plan, Offload("cpu"))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from moe import MoE, MoEConfig, RouterControl, Routing
 from moe.control import begin_step
 from moe.experts import experts
 from moe.rounding import RoundingConfig
+from parallel.config import EXCHANGES, AllToAll
 from parallel.exchange.transport import Collective
 from parallel.expert_parallel import (
     ExpertParallelMoE,
-    ExpertParallelOptions,
     expert_parallel,
     split_experts,
 )
@@ -47,7 +48,7 @@ UNEVEN = (5, 0, 17, 3)
 class Case:
     layout: str = "ep4"
     config: MoEConfig = BASE
-    options: ExpertParallelOptions = field(default_factory=ExpertParallelOptions)
+    options: Any = field(default_factory=AllToAll)
     counts: tuple[int, ...] = UNEVEN
     favoured: tuple[int, ...] = ()
     """Experts that every token chooses."""
@@ -66,8 +67,8 @@ DROPPED = replace(
 )  # fmt: skip
 
 
-def _options(**settings) -> ExpertParallelOptions:
-    return ExpertParallelOptions(**settings)
+def _options(kind: str = "all_to_all", **settings) -> Any:
+    return EXCHANGES[kind](**settings)
 
 
 def _float8_cases():
@@ -75,9 +76,7 @@ def _float8_cases():
     # few tokens that all came from elsewhere.
     return {
         "float8 dispatch": Case(options=_options(payload="float8"), tolerance=0.12),
-        "float8, pairwise": Case(
-            options=_options(payload="float8", schedule="pairwise"), tolerance=0.12
-        ),
+        "float8, pairwise": Case(options=_options("pairwise", payload="float8"), tolerance=0.12),
     }
 
 
@@ -87,29 +86,29 @@ CASES = {
         f"{chunks} chunks": Case(layout="ep2", options=_options(chunks=chunks))
         for chunks in (1, 3, 40)
     },
-    "pairwise": Case(options=_options(schedule="pairwise")),
-    "pairwise in a node": Case(layout="ep4 in a node", options=_options(schedule="pairwise")),
+    "pairwise": Case(options=_options("pairwise")),
+    "pairwise in a node": Case(layout="ep4 in a node", options=_options("pairwise")),
     **{
-        f"whole, {name}": Case(layout=name, options=_options(schedule="whole"))
+        f"whole, {name}": Case(layout=name, options=_options("all_gather"))
         for name in LAYOUTS
         if name != "ep1"
     },
-    "whole, 3 chunks": Case(options=_options(schedule="whole", chunks=3)),
+    "whole, 3 chunks": Case(options=_options("all_gather", chunks=3)),
     "whole, recomputed": Case(
-        options=_options(schedule="whole"), recompute=True, layout="ep2", favoured=(0, 1)
+        options=_options("all_gather"), recompute=True, layout="ep2", favoured=(0, 1)
     ),
-    "whole, no tokens at all": Case(options=_options(schedule="whole"), counts=(0, 0, 0, 0)),
+    "whole, no tokens at all": Case(options=_options("all_gather"), counts=(0, 0, 0, 0)),
     "whole, padding": Case(
-        options=_options(schedule="whole"), padding=True, layout="ep2", counts=(9, 4, 6, 2)
+        options=_options("all_gather"), padding=True, layout="ep2", counts=(9, 4, 6, 2)
     ),
-    "whole, all to one rank": Case(options=_options(schedule="whole"), favoured=(2, 3)),
-    "whole, mean outputs": Case(config=MEANS, options=_options(schedule="whole")),
+    "whole, all to one rank": Case(options=_options("all_gather"), favoured=(2, 3)),
+    "whole, mean outputs": Case(config=MEANS, options=_options("all_gather")),
     "no tokens at all": Case(counts=(0, 0, 0, 0)),
     "one token in all": Case(counts=(0, 1, 0, 0), options=_options(chunks=3)),
     "all tokens to the first rank": Case(favoured=(0, 1)),
     "all tokens to the last rank": Case(favoured=(6, 7)),
     "all tokens to one node": Case(layout="ep2", favoured=(4, 5, 6)),
-    "pairwise, all to one rank": Case(favoured=(2, 3), options=_options(schedule="pairwise")),
+    "pairwise, all to one rank": Case(favoured=(2, 3), options=_options("pairwise")),
     "one expert a token": Case(
         config=replace(BASE, num_experts_per_tok=1, norm="none"), layout="ep2"
     ),
@@ -126,7 +125,7 @@ CASES = {
     **{f"mean outputs, {name}": Case(config=MEANS, layout=name) for name in LAYOUTS},
     "mean outputs, 3 chunks": Case(config=MEANS, options=_options(chunks=3)),
     "mean outputs, pairwise, recomputed": Case(
-        config=MEANS, recompute=True, options=_options(schedule="pairwise")
+        config=MEANS, recompute=True, options=_options("pairwise")
     ),
     "mean outputs, no tokens at all": Case(config=MEANS, counts=(0, 0, 0, 0)),
     "mean outputs, padding tokens": Case(
@@ -265,9 +264,9 @@ ORDERS = {
     "2 chunks": _options(),
     "1 chunk": _options(chunks=1),
     "7 chunks": _options(chunks=7),
-    "pairwise": _options(schedule="pairwise"),
-    "whole": _options(schedule="whole"),
-    "whole, 3 chunks": _options(schedule="whole", chunks=3),
+    "pairwise": _options("pairwise"),
+    "whole": _options("all_gather"),
+    "whole, 3 chunks": _options("all_gather", chunks=3),
 }
 
 
@@ -292,12 +291,12 @@ def _all_bits() -> dict[str, list[Tensor]]:
 
 def _ragged_whole() -> str:
     try:
-        return _ragged("ep2", _options(schedule="whole"))
+        return _ragged("ep2", _options("all_gather"))
     except ValueError as error:
         return str(error)
 
 
-def _ragged(layout: str, options: ExpertParallelOptions) -> str:
+def _ragged(layout: str, options: Any) -> str:
     """Any number of experts for a token, none included, as token rounding gives them."""
     mesh, rank = _mesh(layout), dist.get_rank()
     layer = _layer(replace(BASE, shared_expert_size=0), (), torch.float64)
@@ -413,7 +412,7 @@ def _everything() -> dict:
     return {
         "cases": cases,
         "bits": _all_bits(),
-        "ragged": [_ragged("ep4", o) for o in ORDERS.values() if o.schedule != "whole"]
+        "ragged": [_ragged("ep4", o) for o in ORDERS.values() if o.kind != "all_gather"]
         + [_ragged("ep2", _options())],
         "ragged whole": _ragged_whole(),
         "crossings": _crossings(),
@@ -457,15 +456,13 @@ def test_the_order_is_seen_by_rounding(results):
 
 def test_ragged_routings(results):
     for result in results:
-        assert result["ragged"] == [""] * 7
+        assert result["ragged"] == [""] * 5
 
 
-def test_deduplication_sends_fewer_rows(results):
+def test_a_token_crosses_once_to_each_rank(results):
     """4 of 8 experts over 4 ranks of 2: 4 · 3/4 = 3 pairs leave a token's rank, fewer copies."""
     total = {name: sum(r["crossings"][name] for r in results) / (2 * 64 * WORLD) for name in ORDERS}
     assert total["2 chunks"] == total["1 chunk"] == total["7 chunks"] == total["pairwise"]
-    assert total["pairs"] == total["pairwise, pairs"]
-    assert 2.6 < total["pairs"] < 3.4
     # expected copies: 3 · (1 - C(6,4) / C(8,4)) = 2.36
     assert 2.1 < total["2 chunks"] < 2.6
 
@@ -497,28 +494,9 @@ def test_splitting_a_model(results):
 # --- settings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"schedule": "ring"}, r"parallel\.schedule='ring' is unknown; allowed: all, pairwise"),
-        ({"payload": "int8"}, r"parallel\.payload='int8' is unknown; allowed: model, float8"),
-        (
-            {"transport": "push"},
-            r"parallel\.transport='push' is unknown; allowed: collective, pull",
-        ),
-        ({"chunks": 0}, r"parallel\.chunks=0 must be at least 1"),
-        ({"chunks": 2, "schedule": "pairwise"}, r"parallel\.chunks=2 has no effect"),
-        ({"transport": "pull", "schedule": "pairwise"}, r"parallel\.transport=pull already goes"),
-    ],
-)
-def test_settings_that_cannot_be(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ExpertParallelOptions(**settings)
-
-
 def test_pull_needs_cuda():
     mesh = Mesh(plan_mesh(2, 2, 2, num_experts=8), torch.device("cpu"), groups={"expert": object()})
-    with pytest.raises(ValueError, match=r"parallel\.transport=pull needs CUDA .*: collective"):
+    with pytest.raises(ValueError, match=r"exchange\.transport=pull needs CUDA .*: collective"):
         expert_parallel(_layer(BASE, (), torch.float32), mesh, _options(transport="pull"))
 
 

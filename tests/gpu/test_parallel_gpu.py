@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from moe import MoE, MoEConfig
-from parallel.expert_parallel import ExpertParallelOptions, expert_parallel
+from parallel.config import EXCHANGES
+from parallel.expert_parallel import expert_parallel
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.processes import run_processes
 from scripts import verify
@@ -26,14 +27,19 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+
+def _exchange(settings: dict):
+    return EXCHANGES[settings.get("kind", "all_to_all")](**settings)
+
+
 MODES = [
     {"chunks": 1},
     {"chunks": 3},
-    {"schedule": "pairwise"},
+    {"kind": "pairwise"},
     {"transport": "pull"},
     {"transport": "pull", "chunks": 4},
-    {"schedule": "whole"},
-    {"schedule": "whole", "transport": "pull"},
+    {"kind": "all_gather"},
+    {"kind": "all_gather", "transport": "pull"},
 ]
 SIZES = (0, 96, 1503, 640, 1)  # few, as kernels are compiled anew for some sizes
 CONFIG = MoEConfig(
@@ -52,7 +58,7 @@ def _layer_in_all_modes(world: int) -> list[str]:
         layer = MoE(CONFIG, device=device, dtype=torch.bfloat16)
         torch.manual_seed(1)
         whole = MoE(CONFIG, device=device, dtype=torch.bfloat16)
-        parallel = expert_parallel(layer, mesh, ExpertParallelOptions(**settings))
+        parallel = expert_parallel(layer, mesh, _exchange(settings))
         passes = []
         for i in range(20):  # sizes change, buffers are reused and grow
             generator = torch.Generator().manual_seed(100 * i + rank)
@@ -93,7 +99,7 @@ def test_every_mode_equals_one_gpu():
 
 
 OLMOE = MoEConfig(hidden_size=2048, expert_size=1024, num_experts=64, num_experts_per_tok=8)
-LARGE = [{"schedule": "whole", "transport": "pull"}, {"transport": "pull"}]
+LARGE = [{"kind": "all_gather", "transport": "pull"}, {"transport": "pull"}]
 
 
 def _large_layer(tokens: int) -> list[dict[str, float]]:
@@ -119,7 +125,7 @@ def _large_layer(tokens: int) -> list[dict[str, float]]:
         if number == rank:
             own = {"y": y.detach(), "dx": x.grad}
     for settings in LARGE:
-        parallel = expert_parallel(layer(), mesh, ExpertParallelOptions(**settings))
+        parallel = expert_parallel(layer(), mesh, _exchange(settings))
         x, cotangent = inputs(rank)
         y, _ = parallel(x)
         y.backward(cotangent)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import train
-from parallel.expert_parallel import ExpertParallelOptions
+from parallel.config import AllGather, AllToAll, Pairwise
 from parallel.mesh import plan_mesh
 from parallel.offload import Offload
 from scripts import verify
@@ -35,21 +35,21 @@ def test_defaults_shard_over_the_host_and_split_experts_where_it_pays(tiny_confi
     assert (one.engine, one.mesh.world) == ("local", 1)
     assert (host.engine, host.mesh.nodes, host.mesh.local, host.mesh.expert) == ("fsdp2", 1, 4, 1)
     assert (two.mesh.nodes, two.mesh.local, two.mesh.expert) == (2, 2, 1)  # few, small experts
-    assert two.exchange == ExpertParallelOptions()
+    assert two.exchange == AllToAll()
 
 
 def test_every_setting_arrives(tiny_config):
     words = ["parallel.nodes=2", "parallel.expert=2", "parallel.expert_placement=within_node"]
     mesh = plan(tiny_config, *words).mesh
     assert (mesh.nodes, mesh.local, mesh.expert, mesh.placement) == (2, 2, 2, "within_node")
-    for name, word, value in (
-        ("chunks", "chunks=3", 3),
-        ("schedule", "kind=pairwise", "pairwise"),
-        ("schedule", "kind=all_gather", "whole"),
-        ("payload", "payload=float8", "float8"),
+    for word, exchange in (
+        ("chunks=3", AllToAll(chunks=3)),
+        ("kind=pairwise", Pairwise()),
+        ("kind=all_gather", AllGather()),
+        ("payload=float8", AllToAll(payload="float8")),
     ):
-        found = plan(tiny_config, "parallel.nodes=4", f"parallel.exchange.{word}").exchange
-        assert found == dataclasses.replace(ExpertParallelOptions(), **{name: value})
+        found = plan(tiny_config, "parallel.nodes=4", f"parallel.exchange.{word}")
+        assert found.exchange == exchange
     pytest.importorskip("deepspeed")
     for word in ("parallel.engine=deepspeed", "parallel.offload.kind=cpu"):
         assert plan(tiny_config, word).engine == "deepspeed"

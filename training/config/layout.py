@@ -9,7 +9,7 @@ import torch
 
 from moe.settings import Settings
 from parallel.engines.choose import resolve_engine
-from parallel.expert_parallel import ExpertParallelOptions
+from parallel.expert_parallel import Exchanging, check_exchange
 from parallel.mesh import MeshPlan, plan_mesh
 from parallel.offload import Offload
 from parallel.world import ParallelError, own_queues
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def plan_layout(
     config: Config, world_size: int, device: str, hosts: int, micro_batch: int, accumulation: int
-) -> tuple[MeshPlan, str, ExpertParallelOptions, Offload]:
+) -> tuple[MeshPlan, str, Exchanging, Offload]:
     """Layout, engine ("local" for one process that names none), exchange and what lies outside of
     the device; no process group is needed for it.
 
@@ -44,7 +44,7 @@ def plan_layout(
             experts,
             hosts,
         )
-        exchange = _exchange(parallel.exchange)
+        exchange = parallel.exchange
         offload = _offload(parallel.offload)
         if parallel.expert is None and len(mesh.degrees) > 1:
             plans = [replace(mesh, expert=degree) for degree in mesh.degrees]
@@ -52,21 +52,11 @@ def plan_layout(
             tokens = micro_batch * config.data.seq_len
             memory = _memory(device) if offload == Offload() else None
             mesh = fastest(plans, model, tokens, config.data.seq_len, accumulation, memory)
-        exchange.check(mesh, device)
+        check_exchange(exchange, mesh, device)
         engine = resolve_engine(parallel.engine, mesh, offload)
     except ParallelError as error:
         raise ConfigError(str(error)) from None
     return mesh, engine, exchange, offload
-
-
-def _exchange(given: Settings) -> ExpertParallelOptions:
-    """The exchange as expert parallelism takes it."""
-    if given.kind == "pairwise":
-        return ExpertParallelOptions(schedule="pairwise", payload=given.payload)
-    chunks = None if given.chunks == type(given)().chunks else given.chunks
-    if given.kind == "all_gather":
-        return ExpertParallelOptions(chunks=chunks, schedule="whole", payload=given.payload)
-    return ExpertParallelOptions(chunks=chunks, payload=given.payload, transport=given.transport)
 
 
 def _offload(given: Settings | None) -> Offload:
@@ -77,10 +67,10 @@ def _offload(given: Settings | None) -> Offload:
     return Offload(states, weights, getattr(given, "path", None))
 
 
-def _works(exchange: ExpertParallelOptions, plan: MeshPlan, device: str) -> bool:
+def _works(exchange: Exchanging, plan: MeshPlan, device: str) -> bool:
     """Whether what a config says of the exchange has a meaning in a layout."""
     try:
-        exchange.check(plan, device)
+        check_exchange(exchange, plan, device)
     except ParallelError:
         return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel.engines.choose import LOCAL
-from parallel.expert_parallel import ExpertParallelOptions
+from parallel.expert_parallel import Exchanging
 from parallel.mesh import MeshPlan
 from parallel.offload import Offload
 
@@ -24,7 +24,7 @@ class Plan:
     """Who holds what."""
     engine: str
     """"fsdp2" or "deepspeed"; "local" for one process that names none."""
-    exchange: ExpertParallelOptions
+    exchange: Exchanging
     """How tokens travel to experts of other processes."""
     offload: Offload
     """What lies outside of the device."""

@@ -97,15 +97,15 @@ def process_memory(config: Config, plan: Plan) -> Memory:
         context = CONTEXT + (COMMUNICATION if plan.world_size > 1 else 0)
     kept = _sharded(config, plan) if plan.sharded else _whole(config, plan)
     activations = activation_bytes(config, plan)
-    if plan.sharded and plan.exchange.schedule == "whole":
+    if plan.sharded and plan.exchange.kind == "all_gather":
         activations += _foreign_bytes(config, plan)
     return Memory(**kept, activations=activations, context=context)
 
 
 def _foreign_bytes(config: Config, plan: Plan) -> int:
-    """schedule=whole: pre-activations of the experts for every row that the other ranks send, as if
-    all K experts of its token were here, in the layers that keep theirs for backward; and the rows.
-    """
+    """Of the exchange all_gather: pre-activations of the experts for every row that the other ranks
+    send, as if all K experts of its token were here, in the layers that keep theirs for backward;
+    and the rows."""
     model, width = config.model.config, DTYPES[plan.dtype].itemsize
     tokens = plan.micro_batch_size * config.data.seq_len * (plan.mesh.expert - 1)
     layers = 1 if config.train.checkpointing == "full" else len(model.moe_layers)
