@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -31,9 +30,9 @@ except ModuleNotFoundError as error:
 
 from parallel import World, launched_hosts, launched_rank, launched_size, shutdown, start
 from training import faults
-from training.assemble import make_train_state, model_config, restore_random_states, snapshot
+from training.assemble import make_train_state, model_config
 from training.bias_calibration import calibrate
-from training.checkpoint.files import CheckpointError, Saver
+from training.checkpoint.saver import Saver
 from training.checkpoint.weights import tokenizer_folder
 from training.config.build import Config, Plan, field_names, load_config, make_plan, write_resolved
 from training.config.load import ConfigError, read_words
@@ -42,7 +41,7 @@ from training.data import build_data, load_tokenizer
 from training.device import open_device, seed_all, setup_determinism
 from training.due import due_after
 from training.evaluate import as_trained, on_schedule, sample_text, validate
-from training.faults import RunFailed, StopRequest
+from training.faults import StopRequest
 from training.out_of_memory import out_of_memory
 from training.probe import make_probe
 from training.report.ending import check_export, report_checkpoints, report_end
@@ -57,6 +56,7 @@ from training.report.pace import Pace
 from training.report.run_log import RunLog
 from training.run import discard_new_run_folder, open_run, release, total_steps
 from training.run_state import RunState
+from training.snapshot import restore_random_states, snapshot
 from training.step import agree_on_step, begin_step, end_step, prepare_evaluation, train_step
 from training.surgery.changes import change_experts
 
@@ -176,14 +176,14 @@ def train(state: RunState, stop: StopRequest) -> int:
 
 def evaluate(state: RunState) -> dict[str, float]:
     """Validation metrics, and a sample of text on the screen and in events.jsonl."""
-    model, settings = state.model, state.config.eval
+    model, evaluation = state.model, state.config.eval
 
     def measure() -> dict[str, float]:
         sources = state.data.validation(
             micro_batch_size=state.plan.micro_batch_size,
             rank=state.world.rank,
             world=state.world.size,
-            max_rows=settings.rows,
+            max_rows=evaluation.rows,
         )
         return validate(model, sources, world=state.world, device=state.device)
 
@@ -191,7 +191,7 @@ def evaluate(state: RunState) -> dict[str, float]:
     if on_schedule(model):  # what is exported has the K of the schedule's end
         with as_trained(model):
             metrics |= {f"{name}_current_k": value for name, value in measure().items()}
-    text, sample = None, settings.sample
+    text, sample = None, evaluation.sample
     if sample is not None:
         text = sample_text(model, state.tokenizer, sample.prompt, sample.tokens, world=state.world)
     report_evaluation(state, metrics, text)
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
         if launched_rank() == 0:
             print(__doc__, file=sys.stderr)
         return faults.USER_ERROR
-    world, timeout_s = World(), 0.0
+    world, timeout_s, state = World(), 0.0, None
     try:
         world = World(rank=launched_rank())  # until it is known
         path, overrides = read_words(arguments, field_names())
@@ -239,41 +239,22 @@ def main(arguments: Sequence[str]) -> int:
         plan.offload.check_folder()
         world = start(plan.device, timeout_s, alone=plan.sharded)
         state = prepare(config, plan, world)
-    except faults.USER_ERRORS as error:
-        discard_new_run_folder()
-        return faults.report_error(world.rank, error, faults.USER_ERROR)
-    except Exception as error:
-        discard_new_run_folder()
-        lost = faults.failed_collective(error, timeout_s)
-        if lost is not None:
-            return faults.report_error(world.rank, RunFailed(lost), faults.LOST)
-        if (told := faults.at_start(error)) is not None:
-            return faults.report_error(world.rank, told, faults.FAILED)
-        traceback.print_exc()
-        return faults.FAILED
-
-    try:
         with StopRequest() as stop:
             code = train(state, stop)
         shutdown(world)
         return code
-    except torch.OutOfMemoryError as error:
-        return faults.report_error(world.rank, out_of_memory(state, error), faults.FAILED)
-    except faults.USER_ERRORS as error:  # a block that is read for the first time may be damaged
-        return faults.report_error(world.rank, RunFailed(error), faults.USER_ERROR)
     except Exception as error:
-        lost = faults.failed_collective(error, timeout_s)
-        if lost is not None:
-            return faults.report_error(world.rank, RunFailed(lost), faults.LOST)
-        if isinstance(error, (RunFailed, CheckpointError)):
-            return faults.report_error(world.rank, error, faults.FAILED)
-        traceback.print_exc()
-        return faults.LOST if isinstance(error, torch.AcceleratorError) else faults.FAILED
+        if state is None:
+            discard_new_run_folder()
+        elif isinstance(error, torch.OutOfMemoryError):
+            error = out_of_memory(state, error)
+        return faults.report(error, world.rank, timeout_s, training=state is not None)
     finally:
-        # A save in the background may wait for a process that is gone.
-        state.saver.wait(faults.PATIENCE_S if world.size > 1 else None)
-        state.log.close()
-        release()
+        if state is not None:
+            # A save in the background may wait for a process that is gone.
+            state.saver.wait(faults.PATIENCE_S if world.size > 1 else None)
+            state.log.close()
+            release()
 
 
 if __name__ == "__main__":

@@ -100,9 +100,8 @@ def cards(record: Record, unigram: float | None) -> list[tuple[str, str]]:
         out.append((human_count(sorted(speed)[len(speed) // 2]), "tokens per second (median)"))
     if "max_memory_gib" in last:
         out.append((f"{last['max_memory_gib']:.1f} GiB", "memory peak"))
-    times = [line["time"] for line in record.lines if "time" in line]
-    if len(times) > 1:
-        out.append((human_time(times[-1] - times[0]), "first to last log line"))
+    if record.training_seconds:
+        out.append((human_time(record.training_seconds), "of training between log lines"))
     return out
 
 

@@ -1,10 +1,7 @@
-"""From a config to the model, the optimizer, and the snapshot that holds them; and back from
-one."""
+"""From a config to the model, the optimizer, and what follows them."""
 
 from __future__ import annotations
 
-import json
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,24 +25,16 @@ from parallel import World
 from parallel.engines.choose import make_engine
 from parallel.engines.sharded import Sharding
 from parallel.mesh import build_mesh
-from training.checkpoint.files import (
-    Snapshot,
-    load_tensors,
-    read_rng,
-    read_state,
-    stored_tensors,
-    unreadable,
-)
-from training.checkpoint.weights import load_initial, refuse_loss
-from training.config.export_compat import acting, last_acting_step
+from training.checkpoint.weights import load_initial
+from training.config.export_compat import last_acting_step
 from training.config.load import ConfigError
 from training.data.sources import store_tokenizers
-from training.device import restore_rng, rng_bytes, seed_all
 from training.graph import StepGraph, computation, launch_now, own_stream
 from training.health import RoutingHealth
 from training.optim.groups import parameter_groups
 from training.optim.schedule import learning_rate, top_k_schedule
 from training.out_of_memory import LastCounts
+from training.snapshot import load
 from training.sparsity import Sparsity
 from training.step import TERMS, TrainState
 from training.surgery.checks import importance, start_experts, uses_families
@@ -58,7 +47,6 @@ if TYPE_CHECKING:
     from training.config.plan import Plan
     from training.config.sections import Config
     from training.data import TextTokenizer
-    from training.run_state import RunState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -217,7 +205,7 @@ def make_train_state(
         launch=launch_now if graph is None else graph.run,
     )
     if checkpoint is not None:
-        _load(checkpoint, state)
+        load(checkpoint, state)
     else:
         _first_weights(config, state)
     optimizer.check_replicas()
@@ -291,80 +279,3 @@ def check_attention(
             f"{str(dtype).removeprefix('torch.')} with heads of {head_dim}; allowed here: auto, "
             "pytorch"
         )
-
-
-# --- snapshots ----------------------------------------------------------------------------------
-
-
-def _state_tensors(state: TrainState) -> dict[str, Tensor]:
-    """What a checkpoint holds beside weights and moments: the state of routers and followers."""
-    buffers = _persistent_buffers(state.model)
-    found = {f"buffers/{name}": buffer.reshape(-1) for name, buffer in buffers}
-    for follower in state.followers:
-        found |= follower.tensors()
-    return found
-
-
-def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
-    kept = model.state_dict(keep_vars=True)
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
-
-
-def _load(checkpoint: Path, state: TrainState) -> None:
-    weights, beside = state.optimizer.tensors(), _state_tensors(state)
-    stored, step = stored_tensors(checkpoint), read_state(checkpoint)["step"]
-    refuse_loss(checkpoint, weights | beside)
-    for follower in state.followers:
-        tensors = follower.tensors()
-        if tensors and stored.keys().isdisjoint(tensors):
-            follower.start_late(checkpoint, step)
-    load_tensors(checkpoint, weights)
-    state.optimizer.loaded()
-    # State that the run has only now, by changed settings, starts as in a new run.
-    start_routers(state.model)
-    load_tensors(checkpoint, {name: beside[name] for name in beside if name in stored})
-
-
-def snapshot(state: RunState) -> Snapshot:
-    """Everything needed to resume from here; views, so to be written or copied before the next
-    step."""
-    train, folder = state.train, state.run.folder
-    shapes = train.optimizer.shapes() | {
-        name: list(buffer.shape) for name, buffer in _persistent_buffers(train.model)
-    }
-    return Snapshot(
-        step=train.step,
-        tensors=train.optimizer.tensors() | _state_tensors(train),
-        state={
-            "tokens": train.tokens,
-            "attempt": state.run.attempt,
-            "data": state.position,
-            "shapes": shapes,
-            "inexact": acting(state.config, train.step, state.steps),
-        },
-        rng=rng_bytes(),
-        files={
-            "config.yaml": folder / "config.yaml",
-            "tokenizer": folder / "tokenizer",
-            "model/config.json": json.dumps(train.model.config.to_hf(), indent=2).encode(),
-        },
-        finite=train.optimizer.all_finite(),
-    )
-
-
-def restore_random_states(checkpoint: Path, world: World, seed: int) -> None:
-    """Set the random states of this process as they were.
-
-    A process that did not exist when they were saved seeds its own from its rank and the step.
-
-    Raises:
-        CheckpointError: the file holds anything but plain states.
-    """
-    rng = read_rng(checkpoint, world.rank)
-    if rng is not None:
-        try:
-            restore_rng(rng)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise unreadable(checkpoint, f"random states of process {world.rank}", error) from None
-    else:
-        seed_all(seed + read_state(checkpoint)["step"], world.rank)

@@ -128,3 +128,9 @@ def max_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def no_memory(error: RuntimeError) -> bool:
+    """Whether memory ran out; for the host's PyTorch has no error of its own."""
+    texts = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)

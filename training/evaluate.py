@@ -1,4 +1,4 @@
-"""Validation loss and a sample of text; training goes on afterwards as if nothing had happened.
+"""Validation loss and a sample of text; training continues as if nothing had happened.
 
 Random states are put back, the model's mode too, and router statistics are outputs that are thrown
 away, so a run with validation takes exactly the steps of one without.
@@ -102,7 +102,7 @@ def perplexity(loss: float) -> float:
 def sample_text(
     model: Decoder, tokenizer: TextTokenizer, prompt: str, tokens: int, *, world: World
 ) -> str:
-    """How the model goes on with a prompt, drawn with a fixed seed; without the prompt itself.
+    """The model's continuation of a prompt, drawn with a fixed seed; without the prompt itself.
     It begins as documents do in training.
 
     All processes call it; the first one's draws count for all.

@@ -26,7 +26,9 @@ from parallel import ParallelError
 from parallel.exchange.transport import ExchangeError
 from training.checkpoint.files import CheckpointError
 from training.config.load import ConfigError
+from training.device import no_memory
 from training.report.files import DISK_FULL
+from training.report.tracking import WandbThread
 
 DONE = 0
 FAILED = 1
@@ -88,26 +90,6 @@ class StopRequest:
         return self.received is not None
 
 
-def no_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out; for the host's PyTorch has no error of its own."""
-    texts = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
-
-
-def at_start(error: Exception) -> Exception | None:
-    """An error that ended a start, in one line, where it is one of those a run can meet; None for
-    what shows a traceback."""
-    if isinstance(error, CheckpointError):
-        return error
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return RunFailed(f"no space to write the run or its data: {error}; free some")
-    if isinstance(error, RuntimeError) and no_memory(error):
-        return RunFailed(
-            f"no memory for this model: {error}; lower model.* or train.micro_batch_size"
-        )
-    return None
-
-
 def failed_collective(error: BaseException, timeout_s: float) -> str | None:
     """In one line, who waited for whom in which operation; None if that is not what went wrong.
 
@@ -161,15 +143,41 @@ def _in_torch_distributed(error: BaseException) -> tuple[str, dist.ProcessGroup 
     return names[-1], group
 
 
-def report_error(rank: int, error: BaseException, code: int) -> int:
+def report(error: Exception, rank: int, timeout_s: float, training: bool) -> int:
+    """Say what ended a run, in one line where that says all, else with the traceback of a fault in
+    the program; the exit code.
+
+    Args:
+        rank: of this process. All read the same config, so only the first tells of a mistake in it.
+        training: the error came up after the start, where one in the data is this process's own.
+    """
+    if isinstance(error, USER_ERRORS):
+        return report_error(rank, error, USER_ERROR, everywhere=training)
+    lost = failed_collective(error, timeout_s)
+    if lost is not None:
+        return report_error(rank, RunFailed(lost), LOST)
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        error = RunFailed(f"no space to write the run or its data: {error}; free some")
+    elif isinstance(error, RuntimeError) and no_memory(error):
+        error = RunFailed(
+            f"no memory for this model: {error}; lower model.* or train.micro_batch_size"
+        )
+    if isinstance(error, (RunFailed, CheckpointError)):
+        return report_error(rank, error, FAILED)
+    traceback.print_exception(error)
+    return LOST if training and isinstance(error, torch.AcceleratorError) else FAILED
+
+
+def report_error(rank: int, error: BaseException, code: int, everywhere: bool = False) -> int:
     """Print an error in one line on the error output; returns the exit code.
 
-    All processes read the same config, so only the first tells of a mistake in it.
+    Args:
+        everywhere: a mistake in the config too is told by every process, not by the first alone.
     """
     text = " ".join(str(error).split())
     if rank == 0:
         print(f"error: {text}", file=sys.stderr, flush=True)
-    elif not isinstance(error, ConfigError):
+    elif everywhere or not isinstance(error, ConfigError):
         print(f"error on process {rank}: {text}", file=sys.stderr, flush=True)
     return code
 
@@ -181,7 +189,7 @@ def exit_process(code: int) -> NoReturn:
         sys.stderr.flush()
     except OSError:  # a full disk, where the output goes to a file: the code still counts
         os._exit(code)
-    stuck = any(thread.name == "wandb" for thread in threading.enumerate())
+    stuck = any(isinstance(thread, WandbThread) for thread in threading.enumerate())
     if stuck or dist.is_initialized():
         os._exit(code)
     sys.exit(code)

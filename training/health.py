@@ -1,4 +1,4 @@
-"""The health of the routers over many steps: dead experts, lasting imbalance, and alarms.
+"""The health of the routers over many steps: dead experts, a lasting uneven load, and alarms.
 
 Counters live on the device and follow every step; they come to the host with the numbers of a log
 step. They are part of a checkpoint, so a resumed run knows for how long an expert has been dead.
@@ -114,18 +114,17 @@ class Alarms:
 
     sounding: set[tuple[str, int, bool]] = field(default_factory=set)
 
-    def new(
-        self, uneven_L: Tensor, narrow_L: Tensor, dead_LE: Tensor, early: bool = False
-    ) -> list[dict[str, Any]]:
-        """Alarms that begin now, from counters on the host: fault, MoE layers, the longest of their
-        steps, early, text.
+    def new(self, counters: HealthCounters, early: bool = False) -> list[dict[str, Any]]:
+        """Alarms that begin now: fault, MoE layers, the longest of their steps, early, text.
 
         Args:
+            counters: on the host.
             early: the run has only begun (`early_until`).
         """
+        dead_LE, uneven_L, narrow_L = counters
         faults: dict[str, list[tuple[int, int]]] = {
-            "imbalance": _lasting(uneven_L, ALARM_STEPS),
-            "narrow_load": _lasting(narrow_L, ALARM_STEPS),
+            "max_violation": _lasting(uneven_L, ALARM_STEPS),
+            "load_entropy": _lasting(narrow_L, ALARM_STEPS),
             "dead_experts": _lasting(dead_LE.amax(-1), ALARM_DEAD),
         }
         dead_L = (dead_LE >= ALARM_DEAD).sum(-1).tolist()
@@ -138,10 +137,8 @@ class Alarms:
             numbers, steps = [layer for layer, _ in new], max(n for _, n in new)
             dead = sum(dead_L[layer] for layer in numbers)
             text = {
-                "imbalance": "the fullest expert has had over "
-                f"{ALARM_VIOLATION + 1:g} times the mean load",
-                "narrow_load": f"the entropy of the load has been below {ALARM_ENTROPY:g} of an "
-                "even one's",
+                "max_violation": f"max_violation has been above {ALARM_VIOLATION:g}",
+                "load_entropy": f"load_entropy has been below {ALARM_ENTROPY:g}",
                 "dead_experts": f"{dead} expert{'s' * (dead != 1)} had less than a tenth of the "
                 "mean load",
             }[kind]

@@ -53,13 +53,14 @@ def out_of_memory(state: RunState, error: BaseException) -> RunFailed:
 
 
 def routing_spread(counts_LE: Tensor) -> str:
-    """The fullest expert beside the mean, as the end of a sentence."""
+    """The load of the fullest expert, as the end of a sentence."""
     counts_LE = counts_LE.float().cpu()
     mean, worst = counts_LE.mean().item(), counts_LE.max().item()
     layer, expert = divmod(int(counts_LE.argmax()), counts_LE.shape[1])
-    ratio = worst / mean if mean else 0.0
+    violation = worst / mean - 1 if mean else 0.0
     skewed = "; routing is skewed, so a larger router.balance.coef lowers the peak too"
     return (
         f". Tokens per expert of the last micro-batch: max {worst:.0f} (MoE layer {layer}, "
-        f"expert {expert}), mean {mean:.0f}, max/mean {ratio:.2f}" + skewed * (ratio > 2)
+        f"expert {expert}), mean {mean:.0f}, max_violation {violation:.2f}"
+        f"{skewed if violation > 1 else ''}"
     )

@@ -133,7 +133,7 @@ def _refuse_damaged(root: Path, passed_over: Sequence[str], world: World) -> Non
         )
 
 
-MOST_EPOCHS_A_STEP = 1000  # a mistyped batch size; the places of a step's rows are held in memory
+MAX_EPOCHS_PER_STEP = 1000  # a mistyped batch size; the places of a step's rows are held in memory
 
 
 def total_steps(config: Config, rows_per_epoch: int | None, *, step: int = 0, rows: int = 0) -> int:
@@ -149,10 +149,13 @@ def total_steps(config: Config, rows_per_epoch: int | None, *, step: int = 0, ro
             takes the text over and over.
     """
     train = config.train
-    if rows_per_epoch is not None and train.global_batch_size > MOST_EPOCHS_A_STEP * rows_per_epoch:
+    if (
+        rows_per_epoch is not None
+        and train.global_batch_size > MAX_EPOCHS_PER_STEP * rows_per_epoch
+    ):
         raise ConfigError(
             f"train.global_batch_size={train.global_batch_size} rows a step are more than "
-            f"{MOST_EPOCHS_A_STEP} times the text, which has {rows_per_epoch} rows"
+            f"{MAX_EPOCHS_PER_STEP} times the text, which has {rows_per_epoch} rows"
         )
     if train.steps is not None:
         return train.steps
@@ -191,7 +194,7 @@ def _take(folder: Path, resume: str) -> str | None:
     if resume == "never" and holds_run(folder):
         return (
             f"run folder {folder} holds a run and run.resume='never'; give another run.name, or "
-            f"run.resume=auto to go on with it"
+            f"run.resume=auto to resume it"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

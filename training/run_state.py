@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from models.transformer import Decoder
     from parallel import World
-    from training.checkpoint.files import Saver
+    from training.checkpoint.saver import Saver
     from training.config.plan import Plan
     from training.config.sections import Config
     from training.data import TextTokenizer, TrainData
@@ -51,8 +51,8 @@ class RunState:
     alarms: Alarms = field(default_factory=Alarms)
     not_finite: int = 0
     """Steps in a row up to the last log line that were skipped because they are not finite."""
-    load_at: int = -1
-    """Step of the last line of load.jsonl; -1: none in this attempt."""
+    load_at: int | None = None
+    """Step of the last line of load.jsonl in this attempt."""
     pictured_at: int = 0
     """Step of the last pictures that went to Weights & Biases."""
     plotted_at: float = float("-inf")

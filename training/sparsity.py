@@ -4,7 +4,7 @@ Masks keep an exact share of each expert's matrices (`moe.sparse.dynamic`). They
 optimizer step and the next, from the master weights, and are part of a checkpoint. There are two
 ways for a weight to be hidden:
 
-    soft   it is left out of the product and goes on learning, straight through the mask
+    soft   it is left out of the product and keeps learning, straight through the mask
     hard   it is 0, as are the optimizer's states of it; its gradient is taken away before the norm
            is measured
 

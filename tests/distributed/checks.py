@@ -27,8 +27,9 @@ from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.engines import local_engine
 from tests.training import test_loop as alone
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import CheckpointError, Saver, Snapshot, damage, load_tensors, newest
+from training.checkpoint.files import CheckpointError, NonFiniteWeights, candidates, damage, newest
+from training.checkpoint.saver import Saver, Snapshot
+from training.checkpoint.tensors import load_tensors
 from training.evaluate import validate
 from training.optim.adamw import AdamW
 from training.optim.groups import parameter_groups
@@ -217,7 +218,7 @@ def checkpoints(world: World, folder: Path) -> None:
         saver.save(poisoned)
         saver.wait()
         (failed,) = saver.poll()
-        assert isinstance(failed.error, checkpoint.NonFiniteWeights)
+        assert isinstance(failed.error, NonFiniteWeights)
         found, passed_over = newest(root, world)
         assert found == saved.folder and passed_over == []
 
@@ -238,5 +239,5 @@ def failing_rank(world: World, saver: Saver) -> None:
     assert "no space to write checkpoint step_00000002" in str(failed.error)
     saver._write_small = write.__get__(saver)
     barrier(world)
-    assert [path.name for path in checkpoint.candidates(saver.root)] == ["step_00000001"]
+    assert [path.name for path in candidates(saver.root)] == ["step_00000001"]
     barrier(world)

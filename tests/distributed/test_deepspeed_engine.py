@@ -27,7 +27,8 @@ from parallel.offload import Offload
 from tests.distributed import tiny
 from tests.distributed.launch import run
 from tests.engines import local_engine
-from training.checkpoint.files import Saver, Snapshot, load_tensors, stored_tensors
+from training.checkpoint.saver import Saver, Snapshot
+from training.checkpoint.tensors import load_tensors, stored_tensors
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"

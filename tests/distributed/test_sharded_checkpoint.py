@@ -20,7 +20,8 @@ from parallel.mesh import build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.distributed.launch import run
 from tests.engines import local_engine
-from training.checkpoint.files import Saver, Snapshot, load_tensors
+from training.checkpoint.saver import Saver, Snapshot
+from training.checkpoint.tensors import load_tensors
 from training.checkpoint.weights import load_initial, save_weights
 
 CONFIG = tiny.config(num_experts=4, n_group=1, topk_group=1, num_hidden_layers=2)

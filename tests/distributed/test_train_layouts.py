@@ -11,7 +11,7 @@ import torch
 
 from tests.processes import start_training
 from tests.training.tiny import write_inputs
-from training.checkpoint.files import read_weights
+from training.checkpoint.tensors import read_weights
 from training.report.files import read_lines, read_metrics
 
 STEPS, SAVED = 8, 4

@@ -19,7 +19,8 @@ from moe import RouterControl
 from moe.control import routers_of
 from tests.processes import Group, start_training
 from tests.training.tiny import MODEL, write_inputs
-from training.checkpoint.files import read_state, read_weights
+from training.checkpoint.files import read_state
+from training.checkpoint.tensors import read_weights
 from training.checkpoint.weights import save_weights
 from training.data.tokenizer import read_tokenizer
 from training.report.files import read_lines, read_metrics

@@ -24,7 +24,8 @@ from tests.engines import local_engine
 from tests.training.test_loop import batch_of, router, rows, take_step
 from tests.training.test_train import before_step, by_step, events
 from tests.training.tiny import MODEL, write_inputs
-from training.checkpoint.files import Saver, Snapshot, load_tensors
+from training.checkpoint.saver import Saver, Snapshot
+from training.checkpoint.tensors import load_tensors
 from training.graph import StepGraph, computation, launch_now, own_stream
 from training.optim.adamw import Rates, adamw, rates_numbers
 from training.optim.groups import parameter_groups

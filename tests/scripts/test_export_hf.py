@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.hf import load_hf
-from training.checkpoint.files import read_weights, resolve
+from training.checkpoint.files import resolve
+from training.checkpoint.tensors import read_weights
 from training.checkpoint.weights import CheckpointTensors, load_model
 
 

@@ -16,7 +16,8 @@ from models.hf import export_hf, load_hf
 from tests.models.tiny import randomise_buffers_and_norms, tiny_config, transformers_model
 from tests.scripts.trained import train
 from tests.training.tiny import write_inputs
-from training.checkpoint.files import read_weights, resolve
+from training.checkpoint.files import resolve
+from training.checkpoint.tensors import read_weights
 from training.checkpoint.weights import load_initial_weights, load_model
 
 

@@ -12,25 +12,22 @@ import pytest
 import torch
 
 from parallel import World
-from training.checkpoint import files as checkpoint
+from training.checkpoint import files, saver
 from training.checkpoint.files import (
     MANIFEST,
     CheckpointError,
     NonFiniteWeights,
-    Saved,
-    Saver,
-    Snapshot,
     candidates,
     damage,
     defect,
-    load_tensors,
     newest,
     point_latest,
     read_rng,
     read_state,
-    read_weights,
     resolve,
 )
+from training.checkpoint.saver import Saved, Saver, Snapshot
+from training.checkpoint.tensors import load_tensors, read_weights
 from training.device import restore_rng, rng_bytes, seed_all, untouched_rng
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -253,9 +250,10 @@ class Killed(BaseException):
 
 def test_a_writer_killed_after_any_file_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     """RLinf/RLinf#1469: each call that touches the disk is the last once; a whole one is left."""
-    names = ("_write", "_sync_file", "_sync_folder", "_sha256", "point_latest")
-    originals = {name: getattr(checkpoint, name) for name in names}
-    originals["rename"], write_tensors = Path.rename, checkpoint.dcp.save
+    names = ("_write", "_sync_file", "sync_folder", "sha256", "point_latest")
+    calls = [(saver, name) for name in names] + [(files, name) for name in names[2:4]]
+    originals = {name: getattr(saver, name) for name in names}
+    originals["rename"], write_tensors = Path.rename, saver.dcp.save
     countdown, inside = [0], [False]
 
     def tick():
@@ -285,10 +283,10 @@ def test_a_writer_killed_after_any_file_leaves_the_old_checkpoint(tmp_path, monk
         root = tmp_path / str(last)
         with monkeypatch.context() as patch:
             save(root, 1)
-            for name in names:
-                patch.setattr(checkpoint, name, counted(originals[name]))
+            for module, name in calls:
+                patch.setattr(module, name, counted(originals[name]))
             patch.setattr(Path, "rename", counted(originals["rename"]))
-            patch.setattr(checkpoint.dcp, "save", save_tensors)
+            patch.setattr(saver.dcp, "save", save_tensors)
             patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
             countdown[0] = last
             try:

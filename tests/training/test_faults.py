@@ -68,7 +68,7 @@ def test_memory_message():
     counts_LE = torch.tensor([[10, 10, 10, 10], [0, 37, 2, 1]], dtype=torch.int32)
     skewed = text(counts_LE, world=World(3), step=40)
     assert skewed.startswith("out of memory on process 3 at step 40: out of it.")
-    assert "max 37 (MoE layer 1, expert 1), mean 10, max/mean 3.70" in skewed
+    assert "max 37 (MoE layer 1, expert 1), mean 10, max_violation 2.70" in skewed
     assert "router.balance.coef" in skewed and "\n" not in skewed
     lower = "train.micro_batch_size (now 8), model.save=x (now h), data.seq_len (now 64)"
     assert skewed.endswith(lower)

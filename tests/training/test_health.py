@@ -3,7 +3,7 @@
 import torch
 
 from moe.metrics import RouterStats
-from training.health import ALARM_DEAD, ALARM_STEPS, Alarms, RoutingHealth
+from training.health import ALARM_DEAD, ALARM_STEPS, Alarms, HealthCounters, RoutingHealth
 
 
 def stats_of(counts_LE):
@@ -53,31 +53,33 @@ def test_steps_that_were_skipped_or_empty_count_as_neither():
 def test_early_alarms_say_that_it_often_heals_and_sound_again_if_it_did_not():
     alarms, quiet_LE = Alarms(), torch.zeros(2, 16)
     bad = torch.tensor([0.0, ALARM_STEPS])
-    (alarm,) = alarms.new(0 * bad, bad, quiet_LE, early=True)
-    assert alarm["early"] and alarm["fault"] == "narrow_load"
-    assert alarm["text"].startswith("early, often heals by itself: MoE layer 1: the entropy")
-    assert alarms.new(0 * bad, bad + 9, quiet_LE, early=True) == []
-    (alarm,) = alarms.new(0 * bad, bad + 10, quiet_LE)
-    assert not alarm["early"] and alarm["text"].startswith("MoE layer 1: the entropy")
-    assert alarms.new(0 * bad, bad + 11, quiet_LE) == []
+    (alarm,) = alarms.new(HealthCounters(quiet_LE, 0 * bad, bad), early=True)
+    assert alarm["early"] and alarm["fault"] == "load_entropy"
+    assert alarm["text"].startswith("early, often heals by itself: MoE layer 1: load_entropy")
+    assert alarms.new(HealthCounters(quiet_LE, 0 * bad, bad + 9), early=True) == []
+    (alarm,) = alarms.new(HealthCounters(quiet_LE, 0 * bad, bad + 10))
+    assert not alarm["early"] and alarm["text"].startswith("MoE layer 1: load_entropy")
+    assert alarms.new(HealthCounters(quiet_LE, 0 * bad, bad + 11)) == []
 
 
 def test_alarms_sound_once_and_again_after_a_pause():
     alarms, quiet_L, quiet_LE = Alarms(), torch.zeros(2), torch.zeros(2, 16)
     just = torch.tensor([0.0, ALARM_STEPS - 1])
-    assert alarms.new(just, just, quiet_LE) == []
-    (alarm,) = alarms.new(just + 1, just, quiet_LE)
-    assert (alarm["fault"], alarm["layers"], alarm["steps"]) == ("imbalance", [1], ALARM_STEPS)
-    assert "over 4 times the mean load" in alarm["text"]
-    (alarm,) = alarms.new(just + 2, just + 2, quiet_LE)
-    assert alarm["fault"] == "narrow_load"
-    assert alarms.new(just + 3, just + 3, quiet_LE) == []
-    assert alarms.new(quiet_L, just + 4, quiet_LE) == []
-    assert [a["fault"] for a in alarms.new(just + 5, just + 5, quiet_LE)] == ["imbalance"]
+    assert alarms.new(HealthCounters(quiet_LE, just, just)) == []
+    (alarm,) = alarms.new(HealthCounters(quiet_LE, just + 1, just))
+    assert (alarm["fault"], alarm["layers"], alarm["steps"]) == ("max_violation", [1], ALARM_STEPS)
+    assert "max_violation has been above 3" in alarm["text"]
+    (alarm,) = alarms.new(HealthCounters(quiet_LE, just + 2, just + 2))
+    assert alarm["fault"] == "load_entropy"
+    assert alarms.new(HealthCounters(quiet_LE, just + 3, just + 3)) == []
+    assert alarms.new(HealthCounters(quiet_LE, quiet_L, just + 4)) == []
+    assert [a["fault"] for a in alarms.new(HealthCounters(quiet_LE, just + 5, just + 5))] == [
+        "max_violation"
+    ]
 
     dead_LE = quiet_LE.clone()
     dead_LE[0, 3] = dead_LE[0, 5] = ALARM_DEAD
-    (alarm,) = alarms.new(quiet_L, quiet_L, dead_LE)
+    (alarm,) = alarms.new(HealthCounters(dead_LE, quiet_L, quiet_L))
     assert (alarm["fault"], alarm["layers"]) == ("dead_experts", [0])
     assert alarm["experts"] == {"0": [3, 5]}
 
@@ -85,10 +87,12 @@ def test_alarms_sound_once_and_again_after_a_pause():
 def test_a3_one_alarm_for_all_layers_and_early_one_for_all_that_follow():
     alarms, quiet_L, quiet_LE = Alarms(), torch.zeros(12), torch.zeros(12, 16)
     steps_L = torch.tensor([60.0, 61, 62, 0, 70, 0, 0, 0, 0, 0, 51, 50])
-    (alarm,) = alarms.new(quiet_L, steps_L, quiet_LE, early=True)
+    (alarm,) = alarms.new(HealthCounters(quiet_LE, quiet_L, steps_L), early=True)
     assert alarm["layers"] == [0, 1, 2, 4, 10, 11] and alarm["steps"] == 70
-    assert "MoE layers 0 to 2, 4, 10, 11: the entropy" in alarm["text"]
-    assert alarms.new(quiet_L, steps_L + 50, quiet_LE, early=True) == []  # layer 3 now too
-    (alarm,) = alarms.new(quiet_L, steps_L + 51, quiet_LE)
+    assert "MoE layers 0 to 2, 4, 10, 11: load_entropy" in alarm["text"]
+    assert (
+        alarms.new(HealthCounters(quiet_LE, quiet_L, steps_L + 50), early=True) == []
+    )  # layer 3 now too
+    (alarm,) = alarms.new(HealthCounters(quiet_LE, quiet_L, steps_L + 51))
     assert alarm["layers"] == list(range(12))
-    assert alarms.new(quiet_L, steps_L + 52, quiet_LE) == []
+    assert alarms.new(HealthCounters(quiet_LE, quiet_L, steps_L + 52)) == []

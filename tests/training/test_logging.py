@@ -168,7 +168,7 @@ def test_human_units():
         "max_memory_gib": 38.12,
     }
     assert progress_line(metrics, 1000) == (
-        "step    7/1000 | loss 3.1416 | 1.25M tok/s | MFU 41.2% | imbalance 0.50 | 12m34s left "
+        "step    7/1000 | loss 3.1416 | 1.25M tok/s | MFU 41.2% | max_violation 0.50 | 12m34s left "
         "| 38.1 GiB"
     )
     del metrics["mfu"], metrics["max_violation"]

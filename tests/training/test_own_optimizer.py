@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tests.distributed.test_own_optimizer import Lion
-from training.checkpoint.files import resolve, stored_tensors
+from training.checkpoint.files import resolve
+from training.checkpoint.tensors import stored_tensors
 from training.config.build import ConfigError, load_config
 from training.config.sections import OPTIMIZERS
 

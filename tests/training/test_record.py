@@ -68,6 +68,19 @@ def test_a_healthy_run_gives_no_finding(tmp_path):
     assert told(make_run(tmp_path / "run")) == []
 
 
+def test_time_between_attempts_is_none_of_training(tmp_path):
+    """An attempt of 100 steps, a night, and a second one that resumes from step 50."""
+
+    def change(line):
+        step = line["step"]
+        return line | ({"attempt": 0} if step <= 50 else {"attempt": 1, "time": line["time"] + 1e5})
+
+    folder = make_run(tmp_path / "run", change, steps=200)
+    lines = read_run(folder).lines
+    assert lines[-1]["time"] - lines[0]["time"] == 1e5 + 190
+    assert read_run(folder).training_seconds == 40 + 140
+
+
 def after(step, **values):
     def change(line):
         return line | values if line["step"] > step else line
@@ -122,7 +135,7 @@ FAULTS = [
     (rising, "problem", "the loss is rising", "optim.lr"),
     (overfit, "warning", "validation loss was best at step 500", "more text"),
     (after(300, dead_experts=6.0), "warning", "6 experts get less than a tenth", "coef (now 0.01)"),
-    (after(300, max_violation=5.0), "warning", "gets 6.0 times the mean load", "coef (now 0.01)"),
+    (after(300, max_violation=5.0), "warning", "max_violation is 5.0", "coef (now 0.01)"),
     (after(300, router_entropy=0.01), "warning", "nearly one-hot", "num_experts_per_tok"),
     (slower, "warning", "slowed down from 5k to 2k", "machine"),
     (uneven, "note", "speed is uneven", "data.workers"),

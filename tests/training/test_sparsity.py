@@ -17,7 +17,7 @@ from parallel import World
 from tests.engines import local_engine
 from tests.training.test_loop import batch_of, router, rows, state_of
 from tests.training.tiny import MODEL
-from training.checkpoint.files import stored_tensors
+from training.checkpoint.tensors import stored_tensors
 from training.checkpoint.weights import load_model
 from training.config.build import ConfigError, load_config, make_plan
 from training.config.export_compat import acting

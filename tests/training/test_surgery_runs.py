@@ -12,7 +12,7 @@ import train
 from models.hf import export_hf
 from models.hf.check import check_export
 from models.hf.config import config_from_hf
-from training.checkpoint.files import read_weights
+from training.checkpoint.tensors import read_weights
 from training.checkpoint.weights import CheckpointTensors, load_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -22,10 +22,10 @@ import train
 from models.transformer import Decoder
 from tests.training.conftest import STEPS
 from training import health
-from training.checkpoint.files import MANIFEST, damage, read_state, read_weights
+from training.checkpoint.files import MANIFEST, damage, read_state
+from training.checkpoint.tensors import read_weights
 from training.optim.schedule import learning_rate
 from training.report import log_step
-from training.report import run_log as logging
 from training.report.files import read_lines, read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -243,10 +243,10 @@ def test_lasting_faults_of_routing_are_told_once_and_resume_exactly(run, tmp_pat
     folder = tmp_path / "runs/a"
     told = events(folder, "routing_alarm")
     assert [(line["fault"], line["layers"], line["step"]) for line in told] == [
-        ("imbalance", [0, 1], 5)
+        ("max_violation", [0, 1], 5)
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(logging, "EARLY_STEPS", 7)
+        patch.setattr(health, "EARLY_STEPS", 7)
         assert run("run.name=late") == 0
     told = events(tmp_path / "runs/late", "routing_alarm")
     steps = [(line["step"], line["early"]) for line in told]
@@ -401,7 +401,7 @@ def test_a_skipped_step_leaves_weights_and_moments_alone(run, tmp_path, monkeypa
     break_loss(monkeypatch, {6}, float("inf"))
     settings = ("checkpoint.every_steps=1", "checkpoint.keep_last=null", "train.steps=7")
     assert run("run.name=inf", *settings) == 0
-    from training.checkpoint.files import load_tensors, stored_tensors
+    from training.checkpoint.tensors import load_tensors, stored_tensors
 
     root = tmp_path / "runs/inf/checkpoints"
     states = []
@@ -484,7 +484,7 @@ def test_out_of_memory_says_how_routing_is_spread(run, monkeypatch, capsys):
     for part in (
         "out of memory on process 0 at step 3: CUDA out of memory. Tried to allocate 3.00 GiB.",
         "Tokens per expert of the last micro-batch: max 64 (MoE layer 0, expert 0), mean 16",
-        "max/mean 4.00; routing is skewed, so a larger router.balance.coef",
+        "max_violation 3.00; routing is skewed, so a larger router.balance.coef",
         "train.micro_batch_size (now 2)",
         "train.checkpointing=full",
         "data.seq_len",
@@ -497,9 +497,9 @@ def test_out_of_memory_says_how_routing_is_spread(run, monkeypatch, capsys):
 
 
 def test_a_failed_save_is_told_and_the_run_goes_on(run, tmp_path, monkeypatch, capsys):
-    import training.checkpoint.files
+    import training.checkpoint.saver
 
-    save = training.checkpoint.files.dcp.save
+    save = training.checkpoint.saver.dcp.save
     calls = [0]
 
     def full_once(*arguments, **keywords):
@@ -508,7 +508,7 @@ def test_a_failed_save_is_told_and_the_run_goes_on(run, tmp_path, monkeypatch, c
             raise OSError(28, "No space left on device")
         save(*arguments, **keywords)
 
-    monkeypatch.setattr(training.checkpoint.files.dcp, "save", full_once)
+    monkeypatch.setattr(training.checkpoint.saver.dcp, "save", full_once)
     assert run("run.name=full") == 0
     folder = tmp_path / "runs/full"
     (event,) = events(folder, "checkpoint_failed")

@@ -14,9 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train
+from parallel.flat_shard import ShardLoadPlanner
 from scripts import export_hf
-from training.checkpoint.files import CheckpointError, read_weights, stored_tensors, unreadable
+from training.checkpoint.files import CheckpointError
 from training.checkpoint.metadata import read_metadata
+from training.checkpoint.tensors import read_weights, stored_tensors, unreadable
 from training.config.build import ConfigError, load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -123,6 +125,24 @@ def test_c18_crafted_tensors_and_random_states_do_not_run(folder, tmp_path, caps
     with pytest.raises(CheckpointError, match=r"tensors of checkpoint .* cannot be read"):
         read_weights(folder)
     assert not mark.exists()
+
+
+def test_only_what_a_file_holds_is_told_as_unreadable(folder, monkeypatch):
+    """Memory, a device, or a fault of the program is not the file's."""
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        IndexError("of ours"),
+    ):
+
+        def fails(*_, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardLoadPlanner, "resolve_tensor", fails)
+            with pytest.raises(type(error), match=str(error)):
+                read_weights(folder)
 
 
 def test_c18_pickled_data_sets_are_refused_by_name(tiny_config):

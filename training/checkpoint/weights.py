@@ -21,16 +21,9 @@ from models.hf import HfWeights, check_vocabulary, load_hf, load_weights
 from models.hf.config import config_from_hf
 from models.transformer import Decoder
 from parallel import World
-from training.checkpoint.files import (
-    CheckpointError,
-    Saver,
-    Snapshot,
-    load_tensors,
-    read_state,
-    read_weights,
-    resolve,
-    stored_tensors,
-)
+from training.checkpoint.files import CheckpointError, read_state, resolve
+from training.checkpoint.saver import Saver, Snapshot
+from training.checkpoint.tensors import load_tensors, read_weights, stored_tensors
 
 if TYPE_CHECKING:
     from parallel.engines.base import Engine

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def report_checkpoints(state: RunState, final: bool = False) -> None:
-    """Tell of saves that have ended. One that failed is told and the run goes on, but for the last.
+    """Report saves that have ended. After a failed one training continues, but for the last.
 
     Raises:
         RunFailed: weights are not finite, or the last save of the run failed.

@@ -185,7 +185,7 @@ def _dead_experts(record: Record) -> Iterator[Finding]:
     )
 
 
-def _imbalance(record: Record) -> Iterator[Finding]:
+def _max_violation(record: Record) -> Iterator[Finding]:
     violation = record.series("max_violation").tail(0.2)
     if not violation.steps or _median(violation.values) <= 2:
         return
@@ -193,8 +193,8 @@ def _imbalance(record: Record) -> Iterator[Finding]:
     worst = max(layers, key=lambda n: layers[n]) if layers else None
     yield _uneven(
         record,
-        f"the fullest expert gets {1 + _median(violation.values):.1f} times the mean load"
-        + (f", worst in MoE layer {worst}" if worst is not None else ""),
+        f"max_violation is {_median(violation.values):.1f} (load of the fullest expert over the "
+        "mean load, minus 1)" + (f", worst in MoE layer {worst}" if worst is not None else ""),
         f"raise router.balance.coef (now {record.setting('router.balance.coef')}), "
         "or see docs/routing.md for a selection bias; memory and time follow the fullest expert",
     )
@@ -225,7 +225,7 @@ def _throughput(record: Record) -> Iterator[Finding]:
                 "warning",
                 f"the run has slowed down from {human_count(early)} to {human_count(late)} tokens "
                 "per second",
-                "see whether something else uses the machine; compare imbalance over time",
+                "see whether something else uses the machine; compare max_violation over time",
             )
         elif low < 0.5 * _median(values):
             yield Finding(
@@ -265,7 +265,7 @@ _RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (
     _learning,
     _overfitting,
     _dead_experts,
-    _imbalance,
+    _max_violation,
     _router_collapse,
     _throughput,
     _clipping,

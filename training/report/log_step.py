@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from training.report.window import Window, read_window
 
 if TYPE_CHECKING:
     from training.run_state import RunState
+    from training.step import StepResult
     from training.surgery.changes import Done
 
 LOAD_LINES = 200
@@ -32,8 +34,10 @@ PLOT_EVERY_S = 60.0
 
 
 def log_window(state: RunState) -> dict[str, Any]:
-    """Metrics of the last step, with the speed since the last log line; tells of skipped steps and
-    prints the line.
+    """Read the steps since the last log line, report what happened in them, and print the line.
+
+    Returns:
+        Metrics of the last step, with the speed since the last log line.
 
     Raises:
         RunFailed: a step was not finite and `optim.on_nonfinite` is stop, or so many in a row
@@ -42,22 +46,36 @@ def log_window(state: RunState) -> dict[str, Any]:
     results, state.results = state.results, []
     if not results:
         state.last_window = None
-        _router_changes(state, {})
+        _report_router_changes(state, {})
         return {"step": state.step}
     extra = state.probe.churn()
     if state.config.log.activation_threshold is not None:
         extra |= state.probe.activations(state.config.log.activation_threshold)
-    read = state.last_window = read_window(state.train, results, extra)
-    metrics, skipped = read.metrics, read.skipped
-    _router_changes(state, read.losses)
-    _load(state, read)
+    window = state.last_window = read_window(state.train, results, extra)
+    _report_router_changes(state, window.losses)
+    _report_alarms(state, window)
+    _log_load(state, window)
+    metrics = window.metrics | _progress(state, window, results)
+    _report_skipped(state, window)
+    state.log.say(progress_line(metrics, state.steps))
+    lost = _nonfinite_stop(state, window) or _lost(state, window)
+    if lost is not None:
+        state.log.metrics(metrics)
+        raise RunFailed(lost)
+    return metrics
+
+
+def _progress(state: RunState, window: Window, results: Sequence[StepResult]) -> dict[str, Any]:
+    """Metrics of the run beside those of its last step: rates, speed, time left, memory."""
     seconds, expected = state.pace.lap(len(results))
     speed = sum(result.tokens for result in results) / seconds
     lr, router_lr = state.train.optimizer.lrs(results[-1].lr)
     peak = peak_flops(state.device)
-    k = routers[0].k if (routers := routers_of(state.model)) else None
-    flops = flops_per_token(state.model.config, state.config.data.seq_len, k, read.counts_LE)
-    metrics |= width_metrics(state.model.config, read.counts_LE) | {
+    routers = routers_of(state.model)
+    k = routers[0].k if routers else None
+    model = state.model.config
+    flops = flops_per_token(model, state.config.data.seq_len, k, window.counts_LE)
+    metrics = width_metrics(model, window.counts_LE) | {
         "lr": lr,
         "router_lr": router_lr,
         "tokens": state.train.tokens,
@@ -66,39 +84,36 @@ def log_window(state: RunState) -> dict[str, Any]:
         "time_left_s": expected * (state.steps - state.step),
         "max_memory_gib": max_memory_gib(state.device),
     }
-    if k is not None:
-        metrics["top_k"] = k
-    for bad in skipped:
+    return metrics if k is None else metrics | {"top_k": k}
+
+
+def _report_skipped(state: RunState, window: Window) -> None:
+    for skipped in window.skipped:
         state.log.event(
             "step_skipped",
-            f"step {bad.step} was skipped ({bad.reason}): loss {bad.loss:.4g}, gradient norm "
-            f"{bad.grad_norm:.4g}; weights and router are as before it",
-            step=bad.step,
-            reason=bad.reason,
-            loss=bad.loss,
-            grad_norm=bad.grad_norm,
-            lr=bad.lr,
+            f"step {skipped.step} was skipped ({skipped.reason}): loss {skipped.loss:.4g}, "
+            f"gradient norm {skipped.grad_norm:.4g}; weights and router are as before it",
             sources=state.data.source_names,
-            rows=bad.rows,
+            **vars(skipped),
         )
-    state.log.say(progress_line(metrics, state.steps))
-    if skipped and skipped[0].reason == "not finite" and state.config.optim.on_nonfinite == "stop":
-        state.log.metrics(metrics)
-        raise RunFailed(
-            f"loss or gradients of step {skipped[0].step} are not finite and "
-            f"optim.on_nonfinite=stop; the batch's rows are in {state.run.folder / 'events.jsonl'}"
-        )
-    if (lost := _lost(state, read)) is not None:
-        state.log.metrics(metrics)
-        raise RunFailed(lost)
-    return metrics
 
 
-def _lost(state: RunState, read: Window) -> str | None:
+def _nonfinite_stop(state: RunState, window: Window) -> str | None:
+    """Why the run ends where its first step that is not finite is to end it."""
+    first = next(iter(window.skipped), None)
+    if state.config.optim.on_nonfinite != "stop" or first is None or first.reason != "not finite":
+        return None
+    return (
+        f"loss or gradients of step {first.step} are not finite and optim.on_nonfinite=stop; the "
+        f"batch's rows are in {state.run.folder / 'events.jsonl'}"
+    )
+
+
+def _lost(state: RunState, window: Window) -> str | None:
     """Why the run cannot come to anything, if it cannot: a step that is not finite changes no
     weight, so the next one starts from the same weights, and many in a row are for ever."""
-    bad = {skipped.step for skipped in read.skipped if skipped.reason == "not finite"}
-    for step in read.losses:
+    bad = {skipped.step for skipped in window.skipped if skipped.reason == "not finite"}
+    for step in window.losses:
         state.not_finite = state.not_finite + 1 if step in bad else 0
     step = state.step
     at_end = step == state.steps and state.not_finite > state.steps / 2
@@ -115,7 +130,7 @@ def _lost(state: RunState, read: Window) -> str | None:
     )
 
 
-def _router_changes(state: RunState, losses: dict[int, float]) -> None:
+def _report_router_changes(state: RunState, losses: dict[int, float]) -> None:
     """What routing did differently from some step of the window on, with the loss at that step."""
     for step, change in state.router_changes:
         loss = losses.get(step)
@@ -123,26 +138,30 @@ def _router_changes(state: RunState, losses: dict[int, float]) -> None:
     state.router_changes.clear()
 
 
-def _load(state: RunState, read: Window) -> None:
-    """Alarms, and a line of load.jsonl now and then."""
-    if read.counts_LE is None:
+def _report_alarms(state: RunState, window: Window) -> None:
+    """Lasting faults of the routing, once each."""
+    if window.health is None:
         return
-    step, counts_LE = state.step, read.counts_LE.double()
-    if read.health:
-        dead_LE, uneven_L, narrow_L = read.health
-        early = step < early_until(warmup_steps(state.config.optim.warmup_steps, state.steps))
-        for alarm in state.alarms.new(uneven_L, narrow_L, dead_LE, early):
-            text = f"step {step}: {alarm.pop('text')}"
-            style = "dim" if early else "bold yellow"
-            state.log.event("routing_alarm", text, style=style, step=step, **alarm)
-    if state.load_at < 0 or step - state.load_at >= state.steps / LOAD_LINES or step == state.steps:
-        state.load_at = step
-        slots = counts_LE.shape[1]
-        experts = [read.metrics.get(f"layers/{i}/experts", slots) for i in range(len(counts_LE))]
-        mean_L1 = counts_LE.sum(dim=1, keepdim=True) / torch.tensor(experts).double()[:, None]
-        load_LE = counts_LE / mean_L1.clamp(min=1e-9)
-        rows = [[round(value, 3) for value in row] for row in load_LE.tolist()]
-        state.log.load(step, rows)
+    early = state.step < early_until(warmup_steps(state.config.optim.warmup_steps, state.steps))
+    for alarm in state.alarms.new(window.health, early):
+        text = f"step {state.step}: {alarm.pop('text')}"
+        style = "dim" if early else "bold yellow"
+        state.log.event("routing_alarm", text, style=style, step=state.step, **alarm)
+
+
+def _log_load(state: RunState, window: Window) -> None:
+    """A line of load.jsonl now and then, at the end too."""
+    step = state.step
+    wanted = state.load_at is None or step - state.load_at >= state.steps / LOAD_LINES
+    if window.counts_LE is None or not (wanted or step == state.steps):
+        return
+    state.load_at = step
+    counts_LE = window.counts_LE.double()
+    slots = counts_LE.shape[1]
+    experts = [window.metrics.get(f"layers/{i}/experts", slots) for i in range(len(counts_LE))]
+    mean_L1 = counts_LE.sum(dim=1, keepdim=True) / torch.tensor(experts).double()[:, None]
+    load_LE = counts_LE / mean_L1.clamp(min=1e-9)
+    state.log.load(step, [[round(value, 3) for value in row] for row in load_LE.tolist()])
 
 
 _CHANGED = {

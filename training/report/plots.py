@@ -107,9 +107,9 @@ def figures(
         ),
         (
             "max_violation",
-            "fullest expert",
+            "max_violation",
             "load / mean - 1",
-            "0 = balanced; 1 = the fullest expert of the worst layer has twice the mean.",
+            "Load of the fullest expert over the mean, minus 1, in the worst layer; 0 = balanced.",
         ),
         (
             "load_entropy",
@@ -157,7 +157,7 @@ def figures(
 
 
 def _heat_map(layers: dict[int, Series]) -> Figure:
-    figure, axes = _figure("fullest expert by MoE layer", "MoE layer")
+    figure, axes = _figure("max_violation by MoE layer", "MoE layer")
     steps = sorted({step for series in layers.values() for step in series.steps})
     columns = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, 120).astype(int))]
     place = {step: column for column, step in enumerate(columns)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,17 @@ class Record:
         """Steps of the whole run; with `train.epochs`, from the event that its start wrote."""
         told = (event["steps"] for event in reversed(self.events) if "steps" in event)
         return self.setting("train.steps") or next(told, None)
+
+    @property
+    def training_seconds(self) -> float:
+        """From the first to the last log line of each attempt, together: the time between attempts
+        is none of training."""
+        pairs = itertools.pairwise(line for line in self.lines if "time" in line)
+        return sum(
+            after["time"] - before["time"]
+            for before, after in pairs
+            if before.get("attempt") == after.get("attempt")
+        )
 
     @property
     def last(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def progress_line(metrics: dict[str, Any], steps: int) -> str:
     if metrics.get("mfu") is not None:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     if "max_violation" in metrics:
-        parts.append(f"imbalance {metrics['max_violation']:.2f}")
+        parts.append(f"max_violation {metrics['max_violation']:.2f}")
     parts.append(f"{human_time(metrics['time_left_s'])} left")
     parts.append(f"{metrics['max_memory_gib']:.1f} GiB")
     return " | ".join(parts)

@@ -36,8 +36,8 @@ def bounded(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if shown(name)}
 
 
-class WandbThread:
-    """Feeds Weights & Biases from a thread of its own; drops values rather than wait for it."""
+class WandbThread(threading.Thread):
+    """Feeds Weights & Biases; drops values rather than wait for it."""
 
     QUEUE = 10_000
     FINISH_S = 30.0
@@ -48,14 +48,14 @@ class WandbThread:
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
+        # A daemon: a hanging connection must not keep the process alive.
+        super().__init__(daemon=True)
         self._settings = settings
         self._say = say
         self._warn = warn
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(self.QUEUE)
         self._dropped = 0
-        # A daemon: a hanging connection must not keep the process alive.
-        self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
-        self._thread.start()
+        self.start()
 
     def put(self, values: dict[str, Any]) -> None:
         try:
@@ -68,8 +68,8 @@ class WandbThread:
         end = time.monotonic() + self.FINISH_S
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=self.FINISH_S)
-        self._thread.join(max(0.0, end - time.monotonic()))
-        if self._thread.is_alive():
+        self.join(max(0.0, end - time.monotonic()))
+        if self.is_alive():
             self._warn(
                 f"Weights & Biases did not finish within {self.FINISH_S:.0f} s and is left behind; "
                 f"metrics.jsonl has everything"
@@ -77,7 +77,7 @@ class WandbThread:
         elif self._dropped:
             self._warn(f"Weights & Biases was too slow: {self._dropped} lines were not sent to it")
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             import wandb
 
@@ -98,7 +98,7 @@ class WandbThread:
             run.finish()
         except BaseException as error:  # whatever it is, the run goes on
             self._warn(
-                f"Weights & Biases stopped ({type(error).__name__}: {error}); the run goes on and "
+                f"Weights & Biases stopped ({type(error).__name__}: {error}); training continues; "
                 f"metrics.jsonl has everything"
             )
             while self._queue.get() is not None:
