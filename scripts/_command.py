@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from training.config.load import expand_home, fail, first_line
+from training.config.load import expand_home, fail
+from training.config.messages import first_line
 from training.faults import SCRIPT_ERRORS
 
 Main = Callable[..., int]

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from models.config import ModelConfig
 from models.families import FAMILIES
 from training.config.build import Config, ModelSection
-from training.config.load import models_in, option_in
+from training.config.messages import models_in, option_in
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "configuration.md"

@@ -44,7 +44,8 @@ from moe.settings import Settings
 from scripts._command import bounded, command, make_parser
 from scripts._sweep_report import RunValues, read_values, write_report
 from training.config.build import Config, load_config
-from training.config.load import ConfigError, expand_home, first_line, read_yaml, user_path
+from training.config.load import ConfigError, expand_home, read_yaml, user_path
+from training.config.messages import first_line
 from training.estimate.flops import run_flops
 from training.report.files import EVENTS, read_lines, read_metrics
 from training.report.units import human_time

@@ -34,7 +34,7 @@ from parallel.world import joined
 from scripts._command import bounded, command, make_parser
 from training.assemble import make_train_state
 from training.config.build import Config, ConfigError, Plan, field_names, load_config, make_plan
-from training.config.load import first_line
+from training.config.messages import first_line
 from training.config.validate import refuse_sharded
 from training.data.batch import Batch, make_batch
 from training.data.order import Row

@@ -38,7 +38,7 @@ def test_a_layout_is_equal_to_one_process(capsys):
         (["parallel.expret=2"], "did you mean parallel.expert?"),
         (["parallel.nodes=3"], r"parallel\.nodes=3 does not divide the 4 processes"),
         (["parallel.nodes=two"], r"parallel\.nodes='two'"),
-        (["parallel.exchange.kind=ring"], r"parallel\.schedule='ring'"),
+        (["parallel.exchange.kind=ring"], r"parallel\.exchange\.kind='ring'"),
         (["model.hidden_sise=3"], "hidden_sise"),
         (["--nproc", "0"], "--nproc: 0 must be at least 2"),
         (["--nproc", "1"], "--nproc: 1 must be at least 2"),

@@ -538,7 +538,7 @@ def test_init_from_gives_the_architecture_alone(tmp_path):
 
 
 def test_every_field_tells_what_it_means():
-    from training.config.load import models_in
+    from training.config.messages import models_in
 
     def walk(model, place):
         for key, field in model.model_fields.items():

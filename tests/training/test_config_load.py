@@ -7,12 +7,11 @@ import pytest
 from training.config.load import (
     ConfigError,
     apply_overrides,
-    nearest,
     parse_yaml,
     read_words,
     read_yaml,
-    unknown_key_message,
 )
+from training.config.messages import nearest, unknown_key_message
 
 SCALARS = [
     # text, value: what a person means by it (rules of YAML 1.2, and whole numbers written 3e8)

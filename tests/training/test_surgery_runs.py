@@ -114,7 +114,7 @@ def test_a_run_with_a_clone_and_a_retirement(tiny_config, monkeypatch, tmp_path)
     assert exported(whole, tmp_path / "hf")["n_routed_experts"] == 4
     latest = whole / "checkpoints" / "latest"
     # a run without slots would use the free ones
-    plain = [word for word in words if not word.startswith("surgery.")]
+    plain = [word for word in words if not word.startswith("experts.")]
     assert train.main([*plain, "run.name=other", f"model.init_from={latest}"]) == 2
     assert train.main([*plain, "run.name=whole", "train.steps=12"]) == 2
 
@@ -134,7 +134,7 @@ def test_the_policy_resizes_and_goes_on_bit_for_bit(tiny_config, monkeypatch, tm
     assert {k: first[k] for k in ("step", "change", "layer", "expert", "parent")} == {
         k: told[0][k] for k in ("step", "change", "layer", "expert", "parent")
     }
-    plain = [word for word in words if not word.startswith("surgery.")]
+    plain = [word for word in words if not word.startswith("experts.")]
     assert train.main([*plain, "model.num_experts=4", "run.name=plain"]) == 0
 
     real = train.train_step
@@ -216,8 +216,8 @@ def test_families_share_tokens_and_dissolve(tiny_config, monkeypatch, tmp_path, 
 
     kept = [*words, "router.exportable=false", "run.name=kept"]
     assert train.main(kept) == 0
-    together = [word.replace("clone=family", "clone=copy") for word in words]
+    together = [word.replace("kind=family", "kind=copy") for word in words]
     capsys.readouterr()
     assert train.main([*together, "run.name=kept", "train.steps=13"]) == 2
-    assert "choice within families (experts.copies.kind)" in capsys.readouterr().err
+    assert "choice within families (experts.copies)" in capsys.readouterr().err
     assert train.main([*together, "run.name=family", "train.steps=13"]) == 0

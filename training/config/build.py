@@ -27,16 +27,8 @@ from pydantic import BaseModel, ValidationError
 from models.config import known_fields
 from moe.settings import OneOf
 from training.config.layout import plan_layout
-from training.config.load import (
-    ConfigError,
-    apply_overrides,
-    fail,
-    first_line,
-    kind,
-    models_in,
-    option_in,
-    read_yaml,
-)
+from training.config.load import ConfigError, apply_overrides, fail, read_yaml
+from training.config.messages import first_line, kind, models_in, option_in
 from training.config.plan import Plan
 from training.config.sections import Config, ModelSection
 from training.config.validate import check_config, check_plan

@@ -21,7 +21,8 @@ from models.hf.config import fields_from_hf
 from moe.config import RouterConfig
 from moe.settings import Settings, one_of
 from parallel.config import AllToAll, Exchange, Offloading
-from training.config.load import ConfigError, PathText, expand_home, first_line, shown
+from training.config.load import ConfigError, PathText, expand_home
+from training.config.messages import first_line, shown
 from training.data.config import DataConfig
 from training.optim.adamw import AdamW
 from training.surgery.config import ExpertsConfig
