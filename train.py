@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
         raise
     sys.exit("error: this Python has no PyTorch; type . .venv/bin/activate first (docs/install.md)")
 
+from moe.control import scheduled_evaluation
 from parallel import World, launched_hosts, launched_rank, launched_size, shutdown, start
 from training import faults
 from training.assemble import make_train_state, model_config
@@ -40,7 +41,7 @@ from training.config.validate import check_run
 from training.data import build_data, load_tokenizer
 from training.device import open_device, seed_all, setup_determinism
 from training.due import due_after
-from training.evaluate import as_trained, on_schedule, sample_text, validate
+from training.evaluate import on_schedule, sample_text, validate
 from training.faults import StopRequest
 from training.out_of_memory import out_of_memory
 from training.probe import make_probe
@@ -189,7 +190,7 @@ def evaluate(state: RunState) -> dict[str, float]:
 
     metrics = measure()
     if on_schedule(model):  # what is exported has the K of the schedule's end
-        with as_trained(model):
+        with scheduled_evaluation(model):
             metrics |= {f"{name}_current_k": value for name, value in measure().items()}
     text, sample = None, evaluation.sample
     if sample is not None:

@@ -24,6 +24,7 @@ from models.first_weights import DEFAULT, FirstWeights
 from models.transformer import Decoder
 from moe import Router
 from moe.kernels.grouped.ragged import Widths
+from moe.rules.base import Rule
 
 Kind = Literal["embedding", "norm", "bias", "router", "expert", "attention", "mlp", "head"]
 
@@ -86,8 +87,8 @@ def reset_buffers(model: Decoder) -> None:
     """Put the state of the routers to its start values; nothing else may have buffers."""
     for name, module in model.named_modules():
         if isinstance(module, Router):
-            module.reset_state()
-        elif any(True for _ in module.buffers(recurse=False)):
+            module.reset_state()  # and that of its rules
+        elif not isinstance(module, Rule) and any(True for _ in module.buffers(recurse=False)):
             raise AssertionError(f"{name} has buffers: say here how they start")
 
 
@@ -98,8 +99,10 @@ def start_routers(model: Decoder, loaded: Collection[str] = ()) -> None:
         loaded: names of tensors that stay as they are.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Router) and f"{name}.weight_ema" not in loaded:
-            module.start_state()
+        if isinstance(module, Router):
+            rules = f"{name}.rules."
+            keys = {key for key in module.rules if any(n.startswith(rules + key) for n in loaded)}
+            module.start_state(loaded=keys)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from torch import nn
 
 from models.errors import UserError, allowed_by
 from models.rope import normal_rope_scaling
-from moe.layer import MoEConfig
+from moe.config import MoEConfig
 from moe.settings import Settings
 
 Positive = Annotated[int, Field(ge=1)]

@@ -28,7 +28,7 @@ from models.loss import linear_cross_entropy, loss_backend
 from models.norm import RMSNorm
 from models.rope import Rotation
 from moe.layer import MoE, MoEConfig, SharedExpert
-from moe.metrics import RouterStats
+from moe.types import RouterStats
 
 
 @dataclass

@@ -7,11 +7,11 @@ T_m, a step's loss is
 
     CE_sum / targets  +  sum over m of T_m / T * (balance_coef * balance_m + z_coef * z_m)
 
-and `auxiliary_loss(stats, step_tokens=T, ...)` is the m-th term. Gradients are summed over
-micro-batches and ranks, never averaged. T_m z_m is a sum over tokens: value and gradient are the
-same for any split. So is T_m balance_m when the load comes from the caller for the whole step
-(`counts_E`), or when it is measured per sequence; with the load of the micro-batch alone it is
-the mean of the micro-batch losses, by definition.
+and `moe.router_losses(model, stats, T, ...)` gives the m-th term, with values that are means over
+layers. Gradients are summed over micro-batches and ranks, never averaged. T_m z_m is a sum over
+tokens: value and gradient are the same for any split. So is T_m balance_m when the load is that of
+the whole step (`counts_E`), or when it is measured per sequence; with the load of the micro-batch
+alone it is the mean of the micro-batch losses, by definition.
 
 Shape letters: L layers, E experts. Values have the leading shape of the statistics: [] or [L].
 """
@@ -19,16 +19,12 @@ Shape letters: L layers, E experts. Values have the leading shape of the statist
 from __future__ import annotations
 
 import functools
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from moe.metrics import RouterStats
+from moe.types import RouterStats
 
 
 def load_fractions(counts_E: Tensor) -> Tensor:
@@ -79,117 +75,15 @@ def sequence_loss(stats: RouterStats) -> Tensor:
     """Mean of the sequences' Switch losses, weighted by their valid tokens; 1.0 = balanced.
 
     The load and the probabilities are measured inside every sequence (DeepSeek-V3, arXiv
-    2412.19437), so neither the size of the micro-batch nor the other sequences change it. Needs
-    `MoEConfig.sequence_stats=True`; without it the value is 0.
+    2412.19437), so neither the size of the micro-batch nor the other sequences change it. 0 unless
+    the router's balance is {kind: sequence}, which measures it.
     """
     return stats.sequence_sum / stats.tokens.clamp(min=1)
-
-
-def sequence_sum(
-    prob_TE: Tensor, expert_TK: Tensor, sequences: int, in_use: int | Tensor | None = None
-) -> Tensor:
-    """`RouterStats.sequence_sum` of equally long sequences: tokens * Switch loss, summed.
-
-    Args:
-        prob_TE: [T, E] probabilities that sum to 1, or zeros for tokens that are not valid.
-        expert_TK: int [T, K]; -1 for tokens that are not valid.
-        in_use: experts that the load is to be even over; None: all.
-    """
-    tokens, experts = prob_TE.shape
-    sequence_T1 = torch.arange(tokens, device=prob_TE.device)[:, None] * sequences // max(tokens, 1)
-    some_TK = expert_TK >= 0
-    cell_TK = sequence_T1 * experts + expert_TK.clamp(min=0)
-    counts = torch.zeros(sequences * experts, dtype=torch.int32, device=prob_TE.device)
-    counts = counts.scatter_add(0, cell_TK.reshape(-1), some_TK.reshape(-1).to(torch.int32))
-    fraction_BE = load_fractions(counts.view(sequences, experts)).to(prob_TE.dtype)
-    prob_sum_BE = prob_TE.view(sequences, -1, experts).sum(dim=1)
-    return (experts if in_use is None else in_use) * (fraction_BE * prob_sum_BE).sum()
-
-
-def centred(bias_E: Tensor, active_E: Tensor | None = None) -> Tensor:
-    """A bias [..., E] less its mean; over the experts in use alone where a mask says which those
-    are, and 0 for the others."""
-    if active_E is None:
-        return bias_E - bias_E.mean(dim=-1, keepdim=True)
-    active_E = active_E.to(bias_E.dtype)
-    mean = (bias_E * active_E).sum(-1, keepdim=True) / active_E.sum(-1, keepdim=True)
-    return torch.where(active_E > 0, bias_E - mean, 0.0)
-
-
-@torch.no_grad()
-def quantiles(
-    score_TE: Tensor,
-    key_TE: Tensor,
-    k: int,
-    targets: Sequence[float] | None = None,
-    active_E: Tensor | None = None,
-) -> Tensor:
-    """Per expert the excess score that exactly the wanted number of tokens has; [E].
-
-    With a_t the (k + 1)-th largest key of token t, expert e would get token t if its score were
-    above a_t. So minus the (q + 1)-th largest s_te - a_t over the tokens is the bias with which
-    about q tokens choose e: with q = tokens * k / E for all experts the load is balanced (quantile
-    balancing: Su, kexue.fm 11619 and 11626; marin-community/marin#5502).
-
-    Args:
-        score_TE: scores without bias, -inf where an expert cannot be chosen or a token is no token.
-        key_TE: the keys that chose: score plus bias, -inf likewise.
-        k: experts per token, below E.
-        targets: wanted share of the load per expert, up to a factor; None: the same for all.
-        active_E: 1 for the experts in use, which alone share the load; None: all.
-    """
-    tokens, experts = score_TE.shape
-    if not tokens:
-        return score_TE.new_zeros(experts)
-    rival_T1 = torch.topk(key_TE, k + 1, dim=1, sorted=True).values[:, k:]
-    # a token with k usable experts or fewer has no choice, and says nothing
-    counts_TE = (rival_T1 > -math.inf) & (key_TE > -math.inf)
-    excess_TE = torch.where(counts_TE, score_TE - rival_T1, -math.inf)
-    wanted_E = torch.full((experts,), k / experts, dtype=torch.float64, device=score_TE.device)
-    if targets is not None:
-        for expert, share in enumerate(targets):
-            wanted_E[expert].fill_(k * share / sum(targets))  # an assignment waits for the device
-    if active_E is not None:
-        wanted_E = k * active_E.double() / active_E.double().sum()
-    place_E = torch.round((rival_T1 > -math.inf).sum() * wanted_E).long().clamp(max=tokens - 1)
-    ranked_TE = torch.sort(excess_TE, dim=0, descending=True).values
-    found_E = ranked_TE.gather(0, place_E[None])[0]
-    # fewer tokens than wanted may choose it at all: the lowest excess there is lets all of them in
-    lowest_E = torch.where(counts_TE, excess_TE, math.inf).amin(dim=0)
-    lowest_E = torch.where(lowest_E < math.inf, lowest_E, lowest_E.amin().clamp(max=0))
-    return torch.where(found_E > -math.inf, found_E, lowest_E)
 
 
 def z_loss(stats: RouterStats) -> Tensor:
     """Mean over valid tokens of logsumexp(logits)^2 per layer (ST-MoE, arXiv 2202.08906)."""
     return stats.z_sum / stats.tokens.clamp(min=1)
-
-
-def auxiliary_loss(
-    stats: RouterStats,
-    *,
-    step_tokens: Tensor | float,
-    balance_coef: float = 0.0,
-    z_coef: float = 0.0,
-    sequence_coef: float = 0.0,
-    counts_E: Tensor | None = None,
-) -> Tensor:
-    """A micro-batch's share of the step's auxiliary loss, summed over layers.
-
-    Args:
-        stats: of the micro-batch.
-        step_tokens: valid tokens of the whole step over all micro-batches and ranks, T.
-        balance_coef, z_coef, sequence_coef: strengths, per layer.
-        counts_E: load of the whole step for the balance losses; the micro-batch's own when None.
-    """
-    loss = stats.tokens.new_zeros(stats.tokens.shape)
-    if balance_coef:
-        loss = loss + balance_coef * balance_loss(stats, counts_E)
-    if z_coef:
-        loss = loss + z_coef * z_loss(stats)
-    if sequence_coef:
-        loss = loss + sequence_coef * sequence_loss(stats)
-    return (stats.tokens / step_tokens * loss).sum()
 
 
 class _Attach(torch.autograd.Function):

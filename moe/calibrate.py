@@ -20,11 +20,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moe.balance import centred, quantiles
 from moe.kernels.common.gating import Gating
 from moe.layer import MoE
-from moe.router import selection_keys
 from moe.routing import Routing
+from moe.rules.bias import centred
+from moe.rules.quantile_bias import quantiles
+from moe.scores import selection_keys
 
 ROUNDS = 5
 
@@ -43,21 +44,17 @@ def calibrating(
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if any(layer.router.selection_bias is None for layer in layers):
-        raise ValueError(
-            "calibrating: a router has no selection bias; it needs selection_bias=True"
-        )
+        raise ValueError("calibrating: a router has no selection bias; it needs a router.bias")
 
     def hook(layer: MoE, logits_TE: Tensor, gating: Gating, _: Routing) -> tuple[Gating, Routing]:
         router, valid_T = layer.router, gating.expert_TK[:, 0] >= 0
         bias_E = router.selection_bias
         for _ in range(ROUNDS):
-            keys = selection_keys(logits_TE, layer.config, bias_E, valid_T)
-            targets = layer.config.control.bias_targets
-            new_E = centred(
-                -quantiles(*keys, router.active_k, targets, router.active_E), router.active_E
-            )
+            keys = selection_keys(logits_TE, router.form, bias_E, valid_T)
+            found_E = quantiles(*keys, router.active_k, router.form.shares, router.active_E)
+            new_E = centred(-found_E, router.active_E)
             bias_E.copy_(new_E if average is None else average(new_E))
-        return layer._route(logits_TE, valid_T, None)
+        return router.route(logits_TE, valid_T)
 
     before = [layer.routing_hook for layer in layers]
     try:

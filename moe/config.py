@@ -1,281 +1,71 @@
-"""What a router is told: its score, what balances it, and the options that differ from plain top-K.
+"""What a layer and its router are told.
 
-    RouterConfig()                                          # the family's own balance
-    RouterConfig(bias={"kind": "sign", "rate": 0.01}, balance=None)
+    MoEConfig(512, 256, num_experts=64, num_experts_per_tok=8)
+    MoEConfig(..., router=RouterConfig(bias={"kind": "sign", "rate": 0.01}, balance=None))
 
-An option that has settings of its own is null or one value of one of a few kinds (`moe.settings`).
-This is the `router` section of a run's config and what a layer takes, one and the same object.
+`RouterConfig` is the `router` section of a run's config and what a layer takes, one and the same
+object. An option that has settings of its own is null or one value of one of a few kinds
+(`moe.settings`), each in a file of `moe/rules`; the tables below are the one list that a new kind
+is added to, from a file of your own too.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from moe.experts import SAVE
+from moe.importance import IMPORTANCES
+from moe.kernels.common.activations import activation_width
+from moe.kernels.common.backend import BACKENDS
+from moe.kernels.common.gating import NORMS, SCORES
+from moe.kernels.grouped.ragged import Widths
+from moe.mixed_experts import check_widths
+from moe.rules.amplitude import Amplitudes
+from moe.rules.base import RuleSettings
+from moe.rules.bias import Step
+from moe.rules.capacity import Capacity
+from moe.rules.default_gradient import DefaultGradient
+from moe.rules.ema_selection import EmaSelection
+from moe.rules.expert_dropout import ExpertDropout
+from moe.rules.global_balance import GlobalBalance
+from moe.rules.jitter import Jitter
+from moe.rules.lagged_balance import LaggedBalance
+from moe.rules.micro_balance import MicroBalance
+from moe.rules.min_load_bias import MinLoadBias
+from moe.rules.quantile_bias import QuantileBias
+from moe.rules.rounding import Rounding
+from moe.rules.sampled_selection import SampledSelection
+from moe.rules.sequence_balance import SequenceBalance
+from moe.rules.sign_bias import SignBias
+from moe.rules.top_k import CosineTopK, GeometricTopK, LinearTopK, StepsTopK
+from moe.scores import RENORMALISED
 from moe.settings import Settings, one_of
+from moe.sparse.experts import check_spmm
+from moe.types import Form
 
-Step = Annotated[int, Field(ge=1)]
-"""Number of a step, from 1."""
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-# --- balance losses ------------------------------------------------------------------------------
-
-
-class _LoadBalance(Settings):
-    coef: Annotated[float, Field(gt=0)] = 0.01
-    """Weight of the loss, mean over layers; a balanced layer has the value 1."""
-    load: Literal["tokens", "flops"] = "tokens"
-    """What becomes equal for all experts: their tokens, or their arithmetic, tokens times width,
-    with `model.moe_expert_widths`. A selection bias follows it too."""
-
-
-class GlobalBalance(_LoadBalance):
-    """Compares with the load of the whole step over all ranks and micro-batches; with several
-    micro-batches they are counted in a pass of their own first, a third more arithmetic."""
-
-    kind: Literal["global"] = "global"
-
-
-class LaggedBalance(_LoadBalance):
-    """Compares with the load of the step before, which costs nothing."""
-
-    kind: Literal["lagged"] = "lagged"
-
-
-class MicroBalance(_LoadBalance):
-    """Compares with the load of each rank's micro-batch."""
-
-    kind: Literal["micro"] = "micro"
-
-
-class SequenceBalance(Settings):
-    """Compares with the load of each row of `data.seq_len` tokens."""
-
-    kind: Literal["sequence"] = "sequence"
-    coef: Annotated[float, Field(gt=0)] = 0.01
-    """Weight of the loss, mean over layers; a balanced layer has the value 1."""
-
-
-BALANCES: dict[str, type[Settings]] = {
+Table = dict[str, type[RuleSettings]]
+BALANCES: Table = {
     "global": GlobalBalance,
     "lagged": LaggedBalance,
     "micro": MicroBalance,
     "sequence": SequenceBalance,
 }
-
-# --- selection biases ----------------------------------------------------------------------------
-
-
-class _Bias(Settings):
-    balances: ClassVar[bool] = True
-    """Whether no balance loss is needed beside it."""
-
-    freeze_at: Step | None = None
-    """From this step on the selection bias stays as it is; `null`: never."""
-    calibrate: bool = False
-    """Set the bias by the first micro-batch of each process, averaged, before the first step: fresh
-    routers start balanced. Another layout starts from another, equally good bias."""
-
-    @model_validator(mode="after")
-    def _moves(self) -> _Bias:
-        if self.freeze_at == 1 and not self.calibrate:
-            raise ValueError(
-                "freeze_at=1 never lets the bias move; allowed: 2 or more, or calibrate=true"
-            )
-        return self
-
-
-class QuantileBias(_Bias):
-    """Each expert's bias is set so that its wanted number of tokens would choose it: balanced in
-    one or two steps, no rate."""
-
-    kind: Literal["quantile"] = "quantile"
-    ema: Decay = 0.0
-    """Part of the old bias that is kept."""
-
-
-class SignBias(_Bias):
-    """Up for experts below the mean load, down for those above (arXiv 2408.15664)."""
-
-    kind: Literal["sign"] = "sign"
-    rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Step of the bias."""
-
-
-class MinLoadBias(_Bias):
-    """Up for experts far below the mean load alone: no expert dies, and above that the load is left
-    to itself."""
-
-    balances: ClassVar[bool] = False
-
-    kind: Literal["min_load"] = "min_load"
-    rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Step of the bias."""
-    below: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Part of the mean load below which an expert's bias rises."""
-
-
-BIASES: dict[str, type[Settings]] = {
-    "quantile": QuantileBias,
-    "sign": SignBias,
-    "min_load": MinLoadBias,
-}
-
-# --- token rounding ------------------------------------------------------------------------------
-
-
-class DroppedGradient(Settings):
-    """Pairs that rounding dropped get the gradient of their expert's mean output (Default MoE,
-    arXiv 2504.12463)."""
-
-    decay: Decay = 0.95
-    """Decay of the mean outputs from step to step."""
-
-
-class Rounding(Settings):
-    """Each expert's token count becomes whole tiles in training (SonicMoE, arXiv 2512.14080);
-    evaluation never rounds."""
-
-    to: Literal[
-        "nearest", "nearest_even", "up", "down", "balanced", "stochastic", "systematic", "score"
-    ]
-    """To which multiple of the tile; the words are explained in moe/rounding.py."""
-    tile: Annotated[int, Field(ge=2)] = 128
-    """Rows of a tile."""
-    min_tiles: Annotated[int, Field(ge=0)] = 1
-    """Tiles that every expert with at least one token gets."""
-    max_tiles: Annotated[float, Field(ge=1.25, le=1024)] | None = None
-    """Most tiles of one expert, as a multiple of the mean; `null`: no limit."""
-    min_mean_tiles: Annotated[float, Field(ge=0)] = 2.0
-    """A micro-batch with fewer tiles per expert than this on average is not rounded."""
-    protect_top1: bool = False
-    """Never take a token's best expert from it."""
-    gates: Literal["top_k", "rounded", "none"] = "top_k"
-    """Denominator of the gates: the sum over the top-K set, over the set after rounding, or
-    none."""
-    dropped: DroppedGradient | None = None
-    """What the gates of dropped pairs learn; `null`: nothing."""
-
-
-# --- experts per token ---------------------------------------------------------------------------
-
-
-class _Ramp(Settings):
-    start: Annotated[int, Field(ge=1)]
-    """Experts per token in the first step; `model.num_experts_per_tok` at the end."""
-    over: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Part of the run in which their number falls."""
-    soft: bool = False
-    """Let the last of a token's experts fade out instead of dropping it from one step to the
-    next."""
-
-
-class LinearTopK(_Ramp):
-    """Their number falls on a straight line."""
-
-    kind: Literal["linear"] = "linear"
-
-
-class CosineTopK(_Ramp):
-    """Their number falls on half a cosine."""
-
-    kind: Literal["cosine"] = "cosine"
-
-
-class GeometricTopK(_Ramp):
-    """Their number falls by equal factors."""
-
-    kind: Literal["geometric"] = "geometric"
-
-
-class StepsTopK(Settings):
-    """Their number falls at given steps."""
-
-    kind: Literal["steps"] = "steps"
-    start: Annotated[int, Field(ge=1)]
-    """Experts per token in the first step."""
-    levels: list[Annotated[list[Step], Field(min_length=2, max_length=2)]]
-    """[step, experts per token] of each change; the last is `model.num_experts_per_tok`."""
-
-
-TOP_KS: dict[str, type[Settings]] = {
+BIASES: Table = {"quantile": QuantileBias, "sign": SignBias, "min_load": MinLoadBias}
+TOP_KS: Table = {
     "linear": LinearTopK,
     "cosine": CosineTopK,
     "geometric": GeometricTopK,
     "steps": StepsTopK,
 }
-
-# --- the rest ------------------------------------------------------------------------------------
-
-
-class EmaSelection(Settings):
-    """An average of the router weights selects the experts, while the weights themselves give the
-    gates."""
-
-    kind: Literal["ema"] = "ema"
-    decay: Decay
-    """Decay of the average from step to step."""
-
-
-class SampledSelection(Settings):
-    """While training, experts are drawn without replacement by exp(log p / temperature)."""
-
-    kind: Literal["sample"] = "sample"
-    temperature: Annotated[float, Field(gt=0)]
-    """1 draws by the probabilities; towards 0 the best are taken."""
-    until: Step | None = None
-    """Last step that draws experts: the temperature falls to zero until then, so that the end of
-    the run trains the choice that is exported. `null`: drawn to the end."""
-
-
-class Amplitudes(Settings):
-    """Experimental: routers of two rows an expert, the real and imaginary part of an amplitude
-    whose squared absolute value is the probability. Classical sampling, no family has it."""
-
-    kind: Literal["amplitude"] = "amplitude"
-
-
-class Jitter(Settings):
-    """While training, the router's input is multiplied by noise (arXiv 2101.03961)."""
-
-    kind: Literal["jitter"] = "jitter"
-    size: Annotated[float, Field(gt=0, lt=1)]
-    """The noise is in 1 ± size."""
-
-
-class ExpertDropout(Settings):
-    """While training, a token cannot choose some of the experts."""
-
-    kind: Literal["dropout"] = "dropout"
-    probability: Annotated[float, Field(gt=0, lt=1)]
-    """Probability of that for each expert."""
-
-
-class Capacity(Settings):
-    """While training, a limit on the tokens of an expert in a micro-batch; the rest is dropped."""
-
-    factor: Annotated[float, Field(gt=0)]
-    """Most tokens, as a multiple of the mean."""
-    drop: Literal["probability", "position"] = "probability"
-    """Which tokens a full expert drops: those of the lowest gates, or the last ones."""
-
-
-class DefaultGradient(Settings):
-    """Routers learn about experts that a token did not choose from their mean output over the last
-    steps (Default MoE, arXiv 2504.12463)."""
-
-    kind: Literal["default"] = "default"
-    decay: Decay = 0.95
-    """Decay of the mean outputs from step to step."""
-
-
-SELECTIONS: dict[str, type[Settings]] = {"ema": EmaSelection, "sample": SampledSelection}
-LOGITS: dict[str, type[Settings]] = {"amplitude": Amplitudes}
-NOISES: dict[str, type[Settings]] = {"jitter": Jitter, "dropout": ExpertDropout}
-GRADIENTS: dict[str, type[Settings]] = {"default": DefaultGradient}
-
-# --- the router ----------------------------------------------------------------------------------
+SELECTIONS: Table = {"ema": EmaSelection, "sample": SampledSelection}
+LOGITS: Table = {"amplitude": Amplitudes}
+NOISES: Table = {"jitter": Jitter, "dropout": ExpertDropout}
+GRADIENTS: Table = {"default": DefaultGradient}
 
 Balance = one_of(BALANCES, default="global", words=("auto",))
 Bias = one_of(BIASES, words=("auto",))
@@ -336,92 +126,219 @@ class RouterConfig(Settings):
         if balance == "auto":
             balance = None if bias is not None and bias.balances else GlobalBalance()
         known = {"score": self.score or score, "bias": bias, "balance": balance}
-        return self.model_copy(update=known)
+        same = all(getattr(self, key) is value for key, value in known.items())
+        return self if same else self.model_copy(update=known)
+
+    def rules(self) -> dict[str, RuleSettings]:
+        """The rules in use by the key that has them, in the order in which they act."""
+        given = {key: getattr(self, key) for key in type(self).model_fields}
+        return {key: value for key, value in given.items() if isinstance(value, RuleSettings)}
 
 
-def check_router(
-    router: RouterConfig,
-    *,
-    experts: int,
-    k: int,
-    groups: int = 1,
-    groups_kept: int = 1,
-    sums_to_one: bool = True,
-) -> None:
-    """Refuse what no router of this shape can do.
-
-    Args:
-        router: with nothing left to `auto`.
-        experts, k: experts of the layer, and of a token.
-        groups, groups_kept: of the group-limited selection.
-        sums_to_one: whether a token's gates are divided by their sum.
+@dataclass(frozen=True)
+class MoEConfig:
+    """Everything that fixes a layer, besides its device and dtype.
 
     Raises:
-        ValueError: key, value, what is allowed.
+        ValueError: impossible values and combinations, by field, value and what is allowed.
     """
-    choice = experts // groups * groups_kept
-    bias, rounding, top_k = router.bias, router.rounding, router.top_k
-    if bias is not None and choice <= k:
-        raise ValueError(
-            f"router.bias.kind={bias.kind} cannot balance anything: every token takes all {choice} "
-            "experts that it may choose from; allowed: router.bias=null"
-        )
-    if top_k is not None:
-        most = choice - isinstance(bias, QuantileBias)  # it looks at the next one too
-        if not k < top_k.start <= most:
-            raise ValueError(
-                f"router.top_k.start={top_k.start} must be above num_experts_per_tok={k} and at "
-                f"most the {most} experts that a token may choose from"
-            )
-    if rounding is not None and rounding.gates != "top_k":
-        if (rounding.gates == "rounded") != sums_to_one:
-            gates = "sum to 1" if sums_to_one else "do not sum to 1"
-            raise ValueError(
-                f"router.rounding.gates={rounding.gates}: the gates of a token {gates} in "
-                "evaluation and in an export; allowed: top_k, "
-                f"{'rounded' if sums_to_one else 'none'}"
-            )
-        if getattr(top_k, "soft", False):
-            raise ValueError(
-                f"router.rounding.gates={rounding.gates} makes gates anew, without those that "
-                "router.top_k.soft=true fades; allowed with it: top_k"
-            )
-    if rounding is not None and rounding.min_tiles == 0 and bias is router.balance is None:
-        raise ValueError(
-            "router.rounding.min_tiles=0 takes all tokens from an expert with less than half a "
-            "tile of them, and without balancing nothing brings it back; allowed: 1 or more, or a "
-            "router.balance or router.bias"
-        )
-    if isinstance(router.noise, ExpertDropout) and (groups_kept < groups or experts == k):
-        raise ValueError(
-            f"router.noise.probability={router.noise.probability:g} needs experts to choose from "
-            f"in every group; allowed with num_experts={experts}, num_experts_per_tok={k}, "
-            f"n_group={groups}, topk_group={groups_kept}: router.noise=null"
-        )
-    if isinstance(router.selection, SampledSelection):
-        for wrong, what, allowed in (
-            (router.score == "sqrtsoftplus", "router.score='sqrtsoftplus'", "softmax, sigmoid"),
-            (bias is not None, f"router.bias.kind={getattr(bias, 'kind', None)}", "null"),
-            (groups_kept < groups, f"topk_group={groups_kept}", f"{groups}"),
-            (experts == k, f"num_experts_per_tok={k}", f"below {experts}"),
+
+    hidden_size: int
+    """Model width D."""
+    expert_size: int
+    """Inner width N of one expert; of the widest, where they differ."""
+    num_experts: int
+    num_experts_per_tok: int
+    """K."""
+    score: str = "softmax"
+    """softmax | sigmoid | sqrtsoftplus | identity; see `moe.kernels.routing.topk_gating`. Of the
+    family; `router.score` replaces it."""
+    norm: str = "topk_sum"
+    """How gates come from scores: topk_sum (they sum to 1), none, softmax_topk."""
+    route_scale: float = 1.0
+    """Factor of all gates (DeepSeek-V3: 2.5)."""
+    selection_bias: bool = False
+    """Whether the family adds a bias to the scores for the selection alone: a float32 buffer, zero
+    at first. A `router.bias` makes one for every family."""
+    groups: int = 1
+    """Expert groups of the group-limited selection; 1 = plain top-K."""
+    groups_kept: int = 1
+    group_top: int = 2
+    """Scores that make a group's score; read when groups_kept < groups."""
+    activation: str = "swiglu"
+    """One of `moe.kernels.common.activations.ACTIVATIONS`."""
+    shared_expert_size: int = 0
+    """Inner width of the expert that every token uses; 0 = none."""
+    expert_widths: tuple[int, ...] | None = None
+    """Inner width of each expert, where they differ; see `moe.mixed_experts`."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """What balances the router and what it does beyond top-K; `auto` is spelled out here."""
+    steps: int | None = None
+    """Of the whole run; read by rules that end with it (`router.end_steps`, `router.top_k`)."""
+    start_experts: int | None = None
+    """Slots that hold an expert at first; the others are free: no token goes there until
+    `moe.surgery` puts an expert in. None: all hold one for ever, and there is no mask."""
+    families: bool = False
+    """A token chooses one of each family of copies (`moe.surgery`) at most, its best one."""
+    importance: str = "load"
+    """What is measured of each expert beyond its load, see `moe.importance`."""
+    kernels: str = "auto"
+    """auto | hopper | triton | reference | spmm; auto takes what is fastest on the tensors' device,
+    spmm computes the experts by products of sparse matrices (`moe.sparse.experts`)."""
+    save: str = "h"
+    """What the experts keep for the backward: h (pre-activations), fp8_h (the same in float8), or x
+    and compute h again; see `moe.experts`."""
+    init_std: float = 0.02
+    """Standard deviation of all initial weights."""
+    router_init_std: float | None = None
+    """That of the router's weight, if it is to differ."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.router, RouterConfig):
+            raise TypeError(f"router={self.router!r} must be a RouterConfig")
+        router = self.router.resolved(self.score, self.selection_bias)
+        object.__setattr__(self, "score", router.score)
+        object.__setattr__(self, "router", router)
+        self._check_sizes()
+        self._check_experts()
+        self._check_router()
+
+    def _check_sizes(self) -> None:
+        for name in ("hidden_size", "expert_size", "num_experts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.shared_expert_size < 0:
+            raise ValueError(f"shared_expert_size={self.shared_expert_size} must be 0 or more")
+        for name in ("init_std", "router_init_std"):
+            std = getattr(self, name)
+            if std is not None and not (math.isfinite(std) and std >= 0):
+                raise ValueError(f"{name}={std} must be a finite number, 0 or more")
+        for name, words in (
+            ("kernels", BACKENDS),
+            ("save", SAVE),
+            ("score", SCORES),
+            ("norm", NORMS),
+            ("importance", IMPORTANCES),
         ):
-            if wrong:
+            if (word := getattr(self, name)) not in words:
+                raise ValueError(f"{name}={word!r} is unknown; allowed: {', '.join(words)}")
+
+    def _check_experts(self) -> None:
+        activation_width(self.activation)
+        widths = self.expert_widths
+        if widths is not None:
+            check_widths(widths, self.kernels)
+            if len(widths) != self.num_experts or max(widths) != self.expert_size:
                 raise ValueError(
-                    f"router.selection.kind=sample does not go with {what}; allowed: {allowed}"
+                    f"expert_widths={list(widths)} must be num_experts={self.num_experts} widths, "
+                    f"the widest expert_size={self.expert_size}"
                 )
-    if isinstance(router.logits, Amplitudes) and router.score != "softmax":
-        raise ValueError(
-            f"router.logits.kind=amplitude has probabilities of its own, which router.score="
-            f"{router.score!r} does not give; allowed: softmax"
+            if self.save == "fp8_h":
+                raise ValueError("save='fp8_h' does not go with expert_widths; allowed: h, x")
+        if self.kernels == "spmm":
+            check_spmm(self.expert_size, self.save)
+
+    def _check_router(self) -> None:
+        experts, k, groups, kept = (
+            self.num_experts, self.num_experts_per_tok, self.groups, self.groups_kept,
+        )  # fmt: skip
+        if not 1 <= k <= experts:
+            raise ValueError(
+                f"num_experts_per_tok={k} is not possible with num_experts={experts}; "
+                f"allowed: 1 to {experts}"
+            )
+        if k == 1 and self.norm in RENORMALISED:
+            # minimind#858: such a router is trained by nothing but the auxiliary losses
+            raise ValueError(
+                f"num_experts_per_tok=1 with norm={self.norm!r} makes every gate the constant "
+                f"{self.route_scale:g}: the router would get no gradient from the loss; "
+                "allowed with one expert per token: norm='none'"
+            )
+        if self.score == "identity" and self.norm == "topk_sum":
+            raise ValueError(
+                "norm='topk_sum' divides by the sum of the scores, which can be zero or negative "
+                "with score='identity'; allowed with it: 'none', 'softmax_topk'"
+            )
+        if not (math.isfinite(self.route_scale) and self.route_scale > 0):
+            raise ValueError(f"route_scale={self.route_scale} must be a finite number above 0")
+        if groups < 1 or experts % groups:
+            raise ValueError(f"groups={groups} must be at least 1 and divide num_experts={experts}")
+        if not 1 <= kept <= groups:
+            raise ValueError(f"groups_kept={kept} must be between 1 and groups={groups}")
+        size = experts // groups
+        if kept * size < k:
+            raise ValueError(
+                f"groups_kept={kept} groups of {size} experts hold {kept * size} experts, fewer "
+                f"than num_experts_per_tok={k}"
+            )
+        if kept < groups and not 1 <= self.group_top <= size:
+            raise ValueError(
+                f"group_top={self.group_top} must be between 1 and the {size} experts of a group"
+            )
+        end = self.router.end_steps
+        rules = self.router.rules()
+        if self.steps is None and (end is not None or any(r.needs_steps for r in rules.values())):
+            raise ValueError(
+                "steps=None: router.end_steps and a router.top_k that falls over a part of the run "
+                "need the number of its steps"
+            )
+        if end is not None and 2 * end >= self.steps:
+            raise ValueError(
+                f"router.end_steps={end} must be less than half of the run's {self.steps} steps: "
+                "as many steps before them are there for annealing"
+            )
+        if self.start_experts is not None:
+            self._check_slots()
+        elif self.families:
+            raise ValueError("families=True has no effect without start_experts; allowed: False")
+        for rule in rules.values():
+            rule.check(self.form, self.router)
+
+    def _check_slots(self) -> None:
+        start, k = self.start_experts, self.num_experts_per_tok
+        least = k + max((rule.beyond_k for rule in self.router.rules().values()), default=0)
+        if not least <= start <= self.num_experts:
+            raise ValueError(
+                f"start_experts={start} must be from {least} (a token takes {k}) to "
+                f"num_experts={self.num_experts}"
+            )
+        for name, value, allowed in (
+            ("groups", self.groups, 1),
+            ("expert_widths", self.expert_widths, None),
+        ):
+            if value != allowed:
+                raise ValueError(
+                    f"{name}={value!r} does not go with start_experts={start}, which lets experts "
+                    f"come and go; allowed: {allowed}"
+                )
+
+    @cached_property
+    def form(self) -> Form:
+        """What the router's rules may know of the layer."""
+        rules, widths = self.router.rules(), self.expert_widths
+        by_work = getattr(self.router.balance, "load", None) == "flops" and widths is not None
+        return Form(
+            hidden_size=self.hidden_size,
+            experts=self.num_experts,
+            k=self.num_experts_per_tok,
+            score=self.score,
+            norm=self.norm,
+            scale=self.route_scale,
+            groups=self.groups,
+            groups_kept=self.groups_kept,
+            group_top=self.group_top,
+            backend=self.kernels,
+            rows=max((rule.rows for rule in rules.values()), default=1),
+            biased=self.selection_bias,
+            start_experts=self.start_experts,
+            families=self.families,
+            widths=widths,
+            shares=tuple(1 / width for width in widths) if by_work else None,
+            steps=self.steps,
+            end_steps=self.router.end_steps,
         )
-    if router.capacity is not None:
-        if rounding is not None:
-            raise ValueError(
-                "router.capacity and router.rounding both decide how many tokens an expert gets; "
-                "with rounding give router.rounding.max_tiles"
-            )
-        if router.capacity.factor * k >= experts:
-            raise ValueError(
-                f"router.capacity.factor={router.capacity.factor:g} has no effect: no expert can "
-                f"get more than {experts / k:g} times the mean; allowed: below that"
-            )
+
+    @property
+    def widths(self) -> Widths | None:
+        """Of the experts, where they differ."""
+        return None if self.expert_widths is None else Widths(self.expert_widths)

@@ -1,144 +1,31 @@
-"""What changes a router from step to step without a gradient.
+"""What is done with the routers of a model once a step, and their losses.
 
     begin_step(model, step)                              # before the forward passes of a step
     y, stats = layer(x)                                  # any number of micro-batches
     update_routers(model, stats, step=step)              # once, after the optimizer's step
 
-The state (selection bias, load counters, averaged router weights ...) lives in float32 buffers of
-`moe.Router`; `RouterControl` says what is done with it. A forward pass never changes it, so that
+The state of routers and rules lies in float32 buffers. A forward pass never changes it, so that
 evaluation and the recomputation of activation checkpointing cannot; `update_routers` changes it
 once per optimizer step, from statistics that the caller has summed over all micro-batches and over
-all ranks that share the router, and the next step is the first to see it: a bias that came from the
-batch it is used on would leak later tokens into earlier ones. Everything stays on the device.
+all ranks that share the router, and the next step is the first to see it. Everything stays on the
+device. What follows from the number of the step alone is no state: `begin_step` sets it, also after
+a restart.
 
-What follows from the number of the step alone (whether selection still uses the averaged weights,
-the number of experts per token) is no state: `begin_step` sets it, also after a restart.
-
-Shape letters: L layers, E experts, D model width.
+Shape letters: L layers, E experts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from moe.balance import centred
-from moe.metrics import RouterStats
+from moe.balance import balance_loss, z_loss
 from moe.router import Router
-from moe.router_gradient import GRADIENTS
-from moe.top_k import TopKSchedule
-
-DROPS = ("probability", "position")
-BIAS_UPDATES = ("none", "sign", "quantile", "min_load")
-# Least divisor: a layer without tokens moves nothing.
-_TINY = 1e-20
-
-
-@dataclass(frozen=True)
-class RouterControl:
-    """State of a router and how it changes; steps are numbered from 1.
-
-    Raises:
-        ValueError: an impossible value, by field, value and what is allowed.
-    """
-
-    bias_update: str = "none"
-    """How the selection bias b follows the load f with mean m, after every step:
-    sign      b += rate * sign(m - f)                     (Wang et al., arXiv 2408.15664)
-    min_load  b += rate for experts below `min_load` times the mean alone: no expert dies, and
-              above that the load is left to itself
-    quantile  b = -q, q_e the excess over its tokens' (K+1)-th largest key that exactly the wanted
-              number of tokens has for expert e: balanced in one or two steps, no rate
-    and is then centred to mean 0."""
-    bias_rate: float = 1e-3
-    """Of sign and min_load."""
-    min_load: float = 0.25
-    """min_load: the part of the mean load that every expert should have."""
-    bias_ema: float = 0.0
-    """quantile: the part of the old bias that is kept."""
-    bias_targets: tuple[float, ...] | None = None
-    """Wanted share of the load per expert, up to a common factor; None: the same for all."""
-    bias_freeze_at: int | None = None
-    """From this step on the bias stays as it is."""
-    bias_anneal: tuple[int, int] | None = None
-    """(a, b): after step a the bias only falls, linearly, to exactly 0 after step b."""
-    keep_load: bool = False
-    """Keep the step's load for the balance loss of the next step."""
-    ema: float | None = None
-    """Decay of an average of the router's weight that selects the experts, while the weight itself
-    gives the gates."""
-    ema_until: int | None = None
-    """Last step in which the average selects; None: always, in evaluation too."""
-    families_until: int | None = None
-    """Last step in which a token chooses one of a family of copies at most; None: always."""
-    top_k: TopKSchedule | None = None
-    """Experts per token while training goes on; None: always `num_experts_per_tok`."""
-    freeze_at: int | None = None
-    """From this step on the weight stays as it is (its gradient is zero, and whoever steps the
-    optimizer leaves it out); the rest of the state goes on."""
-    capacity: float | None = None
-    """Most tokens of an expert while training, as a multiple of the mean; what exceeds it is
-    dropped. Evaluation drops nothing."""
-    capacity_drop: str = "probability"
-    """Which tokens of a full expert are dropped: those of the lowest gate (probability), or the
-    last ones (position)."""
-    capacity_until: int | None = None
-    """Last step with a limit; None: to the end."""
-    sample_until: int | None = None
-    """Last step that draws experts (`MoEConfig.sample_temperature`); the temperature falls to 0
-    until then, on a straight line. None: it stays, to the end."""
-    gradient: str = "plain"
-    """What the router learns about experts that a token did not choose: plain (nothing) or default
-    (a mean output); see `moe.router_gradient`."""
-    default_decay: float = 0.95
-    """default: of the average over steps that the mean outputs are."""
-
-    def __post_init__(self) -> None:
-        for name, words in (
-            ("bias_update", BIAS_UPDATES),
-            ("capacity_drop", DROPS),
-            ("gradient", GRADIENTS),
-        ):
-            if (word := getattr(self, name)) not in words:
-                raise ValueError(f"{name}={word!r} is unknown; allowed: {', '.join(words)}")
-        for name in ("bias_rate", "capacity"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value} must be a finite number above 0")
-        for name in ("bias_ema", "ema", "default_decay"):
-            decay = getattr(self, name)
-            if decay is not None and not 0 <= decay < 1:
-                raise ValueError(f"{name}={decay} must be at least 0 and below 1")
-        if not 0 < self.min_load < 1:
-            raise ValueError(f"min_load={self.min_load} must be above 0 and below 1")
-        if self.bias_targets is not None and not all(
-            math.isfinite(share) and share > 0 for share in self.bias_targets
-        ):
-            raise ValueError(f"bias_targets={self.bias_targets} must be finite and above 0")
-        if self.bias_anneal is not None and not 0 <= self.bias_anneal[0] < self.bias_anneal[1]:
-            raise ValueError(
-                f"bias_anneal={self.bias_anneal} must be two steps, the first before the second"
-            )
-        if self.sample_until is not None and self.sample_until < 1:
-            raise ValueError(f"sample_until={self.sample_until} must be a step, 1 or more")
-
-    @property
-    def stateful(self) -> bool:
-        """Whether `update_routers` has anything to do."""
-        return self.bias_update != "none" or self.keep_load or self.ema is not None
-
-    @property
-    def changes(self) -> int:
-        """How often a router computes otherwise from some step on: each is compiled anew."""
-        until = (self.ema_until, self.capacity_until, self.sample_until)
-        steps = (*until, self.families_until, self.freeze_at)
-        by_k = 0 if self.top_k is None else len(self.top_k.changes()) + self.top_k.soft
-        return by_k + sum(step is not None for step in steps)
+from moe.rules.base import Rule
+from moe.types import RouterStats
 
 
 def routers_of(model: nn.Module) -> list[Router]:
@@ -161,39 +48,8 @@ def begin_step(model: nn.Module, step: int) -> list[str]:
     Returns:
         One sentence for each change since the step before, without repetitions.
     """
-    said: dict[str, None] = {}
-    for router in routers_of(model):
-        control = router.config.control
-        if control.bias_update != "none" and control.bias_anneal is not None:
-            start, end = control.bias_anneal
-            if step == start + 1:
-                said[f"the selection bias falls to zero until step {end}"] = None
-            elif step == end + 1:
-                said["the selection bias is zero from now on"] = None
-        until = control.ema_until
-        by_ema = control.ema is not None and (until is None or step <= until)
-        if router.select_by_ema and not by_ema:
-            said["the router's own weight selects from now on, no longer its average"] = None
-        router.select_by_ema = by_ema
-        if control.top_k is not None and (change := _set_top_k(router, control.top_k, step)):
-            said[change] = None
-        until = control.families_until
-        exclusive = router.family_E is not None and (until is None or step <= until)
-        if router.exclusive and not exclusive:
-            said["copies of one expert may be chosen together from now on"] = None
-        router.exclusive = exclusive
-        until = control.capacity_until
-        capacity = control.capacity if until is None or step <= until else None
-        if router.capacity is not None and capacity is None:
-            said["no expert drops tokens from now on"] = None
-        router.capacity = capacity
-        if (change := _set_temperature(router, step)) is not None:
-            said[change] = None
-        frozen = control.freeze_at is not None and step >= control.freeze_at
-        if frozen and not router.frozen:
-            said["the routers' weights stay as they are from now on"] = None
-        router.frozen = frozen
-    return list(said)
+    said = [text for router in routers_of(model) for text in router.begin_step(step)]
+    return list(dict.fromkeys(said))
 
 
 @contextmanager
@@ -204,54 +60,52 @@ def exported(model: nn.Module, selection_bias: bool) -> Iterator[None]:
         selection_bias: whether the folder holds the selection bias too.
     """
     routers = routers_of(model)
-    before = [
-        (router.select_by_ema, router.k, router.selection_bias, router.exclusive)
+    before = [(router.selection_bias, router.exclusive) for router in routers]
+    off = [
+        rule
         for router in routers
+        for rule in router.rules.values()
+        if rule.settings.export in ("ends", "training only")
     ]
     try:
         for router in routers:
-            router.select_by_ema = False
-            router.k = router.config.num_experts_per_tok
             router.exclusive = False
             if not selection_bias:
                 router.selection_bias = None
+        for rule in off:
+            rule.on = False
         yield
     finally:
-        for router, (by_ema, k, bias, exclusive) in zip(routers, before):
-            router.select_by_ema, router.k = by_ema, k
-            router.selection_bias, router.exclusive = bias, exclusive
+        for router, (bias_E, exclusive) in zip(routers, before):
+            router.selection_bias, router.exclusive = bias_E, exclusive
+        for rule in off:
+            rule.on = True
 
 
-def _set_temperature(router: Router, step: int) -> str | None:
-    """Whether a step draws its experts, and how freely; what to say when that ends."""
-    until, start = router.config.control.sample_until, router.config.sample_temperature
-    before = router.sampling
-    router.sampling = start > 0 and (until is None or step <= until)
-    if router.temperature is not None:
-        left = max(0.0, 1.0 - (step - 1) / until)
-        router.temperature.fill_(start * left)  # on the device: a new value compiles nothing
-    if before and not router.sampling:
-        return "each token's best experts are taken from now on, none are drawn"
-    return None
+@contextmanager
+def scheduled_evaluation(model: nn.Module) -> Iterator[None]:
+    """Inside, evaluation takes the experts per token that training uses now."""
+    routers = routers_of(model)
+    try:
+        for router in routers:
+            router.scheduled_evaluation = True
+        yield
+    finally:
+        for router in routers:
+            router.scheduled_evaluation = False
 
 
-def _set_top_k(router: Router, schedule: TopKSchedule, step: int) -> str | None:
-    """K of a step, and how far its last expert has faded; what to say if K is another."""
-    before, router.k = router.k, schedule.k(step)
-    router.fading = schedule.soft and step < schedule.last_change
-    if router.kappa is not None:
-        router.kappa.fill_(schedule.kappa(step))  # on the device: a new value compiles nothing
-    if router.k != before:
-        return f"each token uses {router.k} experts from now on, no longer {before}"
-    return None
+# --- the update -----------------------------------------------------------------------------------
 
 
 def needs_update(model: nn.Module) -> bool:
     """Whether `update_routers` would change anything, so that the statistics must be summed."""
-    return any(
-        router.config.control.stateful or router.default_ED is not None
-        for router in routers_of(model)
-    )
+    return any(_updating(router) for router in routers_of(model))
+
+
+def _updating(router: Router) -> dict[str, Rule]:
+    updates = {"update", "after_step"}
+    return {key: rule for key, rule in router.rules.items() if updates & rule.hooks}
 
 
 @torch.no_grad()
@@ -278,101 +132,75 @@ def update_routers(
             f"update_routers: statistics of {stats.tokens.shape[0]} layers, the model has "
             f"{len(routers)} routers"
         )
-    _update_defaults(routers, stats, applied)
     # Layers of the same settings are updated together: their number costs no launches.
-    together: dict[RouterControl, list[int]] = {}
+    together: list[tuple[Rule, list[int], list[Rule]]] = []
     for layer, router in enumerate(routers):
-        if router.config.control.stateful:
-            together.setdefault(router.config.control, []).append(layer)
-    for control, layers in together.items():
-        mine = [routers[layer] for layer in layers]
-        seen = stats if len(mine) == len(routers) else _layers(stats, layers)
-        done_L = seen.tokens > 0
-        if applied is not None:
-            done_L = done_L & (applied > 0)
-        if control.bias_update != "none":
-            _update_bias(mine, seen, control, step, done_L)
-        if control.keep_load:
-            _assign([r.load_E for r in mine], seen.counts_E.float(), done_L)
-        if control.ema is not None:
-            _update_ema(mine, control.ema, applied)
+        for rule in _updating(router).values():
+            for first, layers, rules in together:
+                if _same(first, rule):
+                    layers.append(layer)
+                    rules.append(rule)
+                    break
+            else:
+                together.append((rule, [layer], [rule]))
+    for first, layers, rules in together:
+        first.update(rules, [routers[n] for n in layers], stats.layers(layers), step, applied)
 
 
-def _update_defaults(routers: Sequence[Router], stats: RouterStats, applied: Tensor | None) -> None:
-    """m_e <- decay m_e + (1 - decay) (mean output over the step's tokens of e); an expert without
-    tokens keeps its own."""
-    for layer, router in enumerate(routers):
-        if router.default_ED is None:
-            continue
-        decay = router.config.control.default_decay
-        rows_E = stats.rows_E[layer].to(router.default_ED.dtype)
-        seen_E = rows_E > 0
-        if applied is not None:
-            seen_E = seen_E & (applied > 0)
-        mean_ED = stats.output_sum_ED[layer].to(rows_E.dtype) / rows_E.clamp(min=1)[:, None]
-        moved_ED = torch.lerp(mean_ED, router.default_ED, decay)
-        router.default_ED.copy_(torch.where(seen_E[:, None], moved_ED, router.default_ED))
-        router.default_count_E.add_(seen_E)
+def _same(one: Rule, other: Rule) -> bool:
+    forms = [(rule.form.shares, rule.form.last_acting, rule.form.biased) for rule in (one, other)]
+    return type(one) is type(other) and one.settings == other.settings and forms[0] == forms[1]
 
 
-def _layers(stats: RouterStats, layers: Sequence[int]) -> RouterStats:
-    return RouterStats(
-        *(None if field is None else torch.stack([field[i] for i in layers]) for field in stats)
-    )
+# --- losses ---------------------------------------------------------------------------------------
 
 
-def _assign(buffers: Sequence[Tensor], new_LE: Tensor, done_L: Tensor) -> None:
-    """buffers[l] = new_LE[l] where done_L; by choice, not by product: 0 * NaN is NaN."""
-    for buffer, new_E, done in zip(buffers, new_LE.unbind(), done_L.unbind()):
-        buffer.copy_(torch.where(done, new_E.to(buffer.dtype), buffer))
+def balance_rules(routers: Sequence[Router]) -> list[Rule]:
+    """The balance losses of all layers; none where no loss balances."""
+    return [rule for router in routers for rule in router.acting("losses")]
 
 
-def _update_bias(
-    routers: Sequence[Router], stats: RouterStats, control: RouterControl, step: int, done_L: Tensor
-) -> None:
-    biases = [router.selection_bias for router in routers]
-    bias_LE = torch.stack(biases)
-    if control.bias_anneal is not None and step > control.bias_anneal[0]:
-        left = control.bias_anneal[1] - step  # steps until it is 0
-        new_LE = bias_LE * (left / (left + 1)) if left > 0 else torch.zeros_like(bias_LE)
-        # skipped steps count: the last steps of a run are without bias whatever happened
-        _assign(biases, new_LE, torch.ones_like(done_L))
-        return
-    if control.bias_freeze_at is not None and step >= control.bias_freeze_at:
-        return
-    _assign(biases, next_bias(bias_LE, stats, control), done_L)
+def counts_step(model: nn.Module) -> bool:
+    """Whether the balance loss compares with the load of the whole step, which must be counted
+    before the first of several micro-batches."""
+    return any(rule.counts_step for rule in balance_rules(routers_of(model)))
 
 
-def next_bias(bias_LE: Tensor, stats: RouterStats, control: RouterControl) -> Tensor:
-    """The selection bias [L, E] after a step with these statistics, by `control.bias_update`."""
-    in_use_LE = stats.in_use_E
-    if control.bias_update == "quantile":
-        target_LE = -stats.quantile_sum_E / stats.tokens.clamp(min=1)[:, None]
-        target_LE = centred(target_LE, in_use_LE)
-        return control.bias_ema * bias_LE + (1 - control.bias_ema) * target_LE
-    load_LE = stats.counts_E.double()
-    share_E = torch.full_like(load_LE[0], 1.0 / load_LE.shape[1])
-    if in_use_LE is not None:
-        share_E = in_use_LE / in_use_LE.sum(dim=1, keepdim=True, dtype=load_LE.dtype)
-    if control.bias_targets is not None:
-        # by fill_: share_E[expert] = … would copy a scalar of the host's over, and wait for it
-        for expert, share in enumerate(control.bias_targets):
-            share_E[expert].fill_(share / sum(control.bias_targets))
-    mean_LE = load_LE.sum(dim=1, keepdim=True) * share_E
-    missing_LE = (mean_LE - load_LE) / mean_LE.clamp(min=_TINY)
-    if control.bias_update == "sign":
-        missing_LE = missing_LE.sign()
-    elif control.bias_update == "min_load":
-        missing_LE = (missing_LE > 1 - control.min_load).to(missing_LE.dtype)
-    new_LE = bias_LE.double() + control.bias_rate * missing_LE
-    return centred(new_LE, in_use_LE).to(bias_LE.dtype)
+def known_load(model: nn.Module) -> Tensor | None:
+    """The load [L, E] that the balance loss compares with, where it is state of the routers."""
+    rules = balance_rules(routers_of(model))
+    return rules[0].load(rules) if rules else None
 
 
-def _update_ema(routers: Sequence[Router], decay: float, applied: Tensor | None) -> None:
-    averages = [router.weight_ema for router in routers]
-    weights = [router.weight.detach() for router in routers]
-    if applied is None:
-        torch._foreach_lerp_(averages, weights, 1 - decay)
-        return
-    for average, weight in zip(averages, weights):
-        average.copy_(torch.where(applied > 0, torch.lerp(average, weight, 1 - decay), average))
+def router_losses(
+    routers: Sequence[Router],
+    stats: RouterStats,
+    step_tokens: Tensor | float,
+    load_LE: Tensor | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """A micro-batch's share of the step's auxiliary loss, and of its balance and z values.
+
+    Args:
+        routers: that gave the statistics; all with the same settings.
+        stats: of the micro-batch, stacked.
+        step_tokens: valid tokens of the whole step over all micro-batches and ranks.
+        load_LE: tokens of each expert to compare with; the micro-batch's own when None.
+
+    The coefficients weigh means over layers, so a deeper model is not balanced harder.
+    """
+    layers, rules, z_coef = len(routers), balance_rules(routers), routers[0].config.router.z_coef
+    loss_L = stats.tokens.new_zeros(stats.tokens.shape)
+    if rules:
+        value_L = rules[0].losses(rules, stats, load_LE)
+        loss_L = loss_L + rules[0].settings.coef / layers * value_L
+        balance_L = value_L.detach()
+    else:
+        balance_L = balance_loss(stats, load_LE).detach()
+    z_L = z_loss(stats)
+    if z_coef:
+        loss_L = loss_L + z_coef / layers * z_L
+    auxiliary = (stats.tokens / step_tokens * loss_L).sum()
+    with torch.no_grad():
+        share_L = stats.tokens / step_tokens / layers
+        values = [(share_L * value_L).sum() for value_L in (balance_L, z_L.detach())]
+    return auxiliary, values

@@ -11,100 +11,18 @@ Shape letters: L layers, E experts, P packed numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from moe.balance import auxiliary_loss, balance_loss, load_fractions, z_loss
+from moe.balance import balance_loss, load_fractions, z_loss
+from moe.types import RouterStats
 
 # An expert with less than this share of the mean load is called dead.
 DEAD_BELOW = 0.1
-
-
-class RouterStats(NamedTuple):
-    """Sums over the valid tokens of one batch, per layer, on the layer's device.
-
-    Fields are [E] or [] for one layer, [L, E] or [L] after `stack`. A NamedTuple and hence a
-    pytree: checkpointing, torch.compile and FSDP hooks see the tensors inside.
-    """
-
-    counts_E: Tensor  # int32: tokens that chose each expert, before any rounding or dropping
-    prob_sum_E: Tensor  # fp32, differentiable: sum of the scores normalised to 1 over E
-    z_sum: Tensor  # fp32, differentiable: sum of logsumexp(logits)^2
-    sequence_sum: Tensor  # fp32, differentiable: tokens * Switch loss of each sequence, or 0
-    entropy_sum: Tensor  # fp32: sum of the entropy (nats) of each token's normalised gates
-    tokens: Tensor  # fp32: number of valid tokens
-    nonfinite: Tensor  # int32: tokens whose logits held NaN or +inf, or too few usable experts
-    rows_E: Tensor  # int32: rows that each expert computes, after rounding
-    # None where the layer does not measure it:
-    output_sum_ED: Tensor | None = None  # fp32: sum of each expert's outputs over its rows
-    quantile_sum_E: Tensor | None = None  # fp32: tokens * thresholds of `moe.balance.quantiles`
-    active_sum_E: Tensor | None = None  # fp32: tokens * (1 for the slots that hold an expert)
-    importance_sum_E: Tensor | None = None  # fp32: see `moe.surgery.importance_sums`
-
-    @classmethod
-    def stack(cls, stats: Sequence[RouterStats]) -> RouterStats:
-        """Statistics of several layers, with a leading layer axis; what only some layers measure
-        is 0 for the others.
-
-        Raises:
-            ValueError: no layers, or layers with different numbers of experts.
-        """
-        if not stats:
-            raise ValueError("RouterStats.stack: no layers given")
-        widths = {one.counts_E.shape[-1] for one in stats}
-        if len(widths) > 1:
-            raise ValueError(f"layers have different numbers of experts: {sorted(widths)}")
-        return cls(*(_stack(field) for field in zip(*stats)))
-
-    def loss(self, *, balance_coef: float = 0.01, z_coef: float = 0.001) -> Tensor:
-        """What is added to the loss of this batch so that the experts stay balanced, a scalar.
-
-        The Switch balance loss and the z loss, each with its coefficient, summed over layers. The
-        default coefficients are those of OLMoE (arXiv 2409.02060). For several micro-batches or
-        ranks a step, and for other losses, see `moe.auxiliary_loss`.
-        """
-        return auxiliary_loss(
-            self,
-            step_tokens=self.tokens.clamp(min=1),
-            balance_coef=balance_coef,
-            z_coef=z_coef,
-        )
-
-    def plus(self, other: RouterStats) -> RouterStats:
-        """Statistics of two batches together."""
-        return RouterStats(*(None if a is None else a + b for a, b in zip(self, other)))
-
-    def measured(self) -> dict[str, Tensor]:
-        """The fields that are there, by name."""
-        return {name: field for name, field in self._asdict().items() if field is not None}
-
-    @property
-    def in_use_E(self) -> Tensor | None:
-        """Which slots hold an expert, bool; None: all of them."""
-        if self.active_sum_E is None:
-            return None
-        active_E = self.active_sum_E > 0
-        return active_E | ~active_E.any(dim=-1, keepdim=True)  # without tokens nothing is known
-
-    @property
-    def experts(self) -> int | Tensor:
-        """How many hold an expert, per layer where there is a mask."""
-        in_use_E = self.in_use_E
-        return self.counts_E.shape[-1] if in_use_E is None else in_use_E.sum(dim=-1)
-
-    def detach(self) -> RouterStats:
-        return RouterStats(*(None if field is None else field.detach() for field in self))
-
-
-def _stack(fields: Sequence[Tensor | None]) -> Tensor | None:
-    some = next((field for field in fields if field is not None), None)
-    if some is None:
-        return None
-    return torch.stack([torch.zeros_like(some) if field is None else field for field in fields])
 
 
 def layer_metrics(stats: RouterStats, tile_rows: int = 128) -> dict[str, Tensor]:

@@ -23,28 +23,23 @@ Moments of an optimizer must follow (`rows`): those of zero beside a shared step
 the first update of a copy 3.2 times too large with betas (0.9, 0.999), and 0.45 times with (0.9,
 0.95).
 
-Shape letters: T tokens, D model width, E slots, S pairs (slots of a routing), R rows.
+Shape letters: D model width, E slots.
 
-Sources: "Expert Upcycling" (arXiv 2604.19835) for copies with their optimizer state; REAP
-(github.com/CerebrasResearch/reap) for the importance of that name.
+Source: "Expert Upcycling" (arXiv 2604.19835) for copies with their optimizer state.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moe.experts import experts
-from moe.routing import Routing
-
-if TYPE_CHECKING:
-    from moe.layer import MoE
-    from moe.router import Router
+from moe.layer import MoE
+from moe.router import Router
 
 Kind = Literal["clone", "retire", "revive"]
 # Scores that lie in [0, 1], so that below the smallest bias less 2 no key comes first, and that do
@@ -121,10 +116,10 @@ def change_state(router: Router, change: Change, dormant: bool = False) -> None:
     slots = router.config.num_experts
     active_E = [True] * slots if router.active_E is None else router.active_E.bool().tolist()
     family_E = None if router.family_E is None else router.family_E.tolist()
-    check_change(change, active_E, router.k, family_E)
+    check_change(change, active_E, router.training_k, family_E)
     if dormant and (router.selection_bias is None or router.config.score not in DORMANT_SCORES):
         raise ValueError(
-            "a dormant clone needs a selection bias (selection_bias=True) and score='sigmoid', "
+            "a dormant clone needs a selection bias (router.bias) and score='sigmoid', "
             f"got score={router.config.score!r}"
         )
     if change.kind != "revive" and router.active_E is None:
@@ -201,40 +196,3 @@ def _mixed(index_X: Tensor, seed: int) -> Tensor:
     for shift, factor in ((30, first), (27, second), (31, 1)):
         word_X = (word_X ^ (word_X >> shift & (1 << 64 - shift) - 1)) * factor
     return word_X
-
-
-# --- what an expert is worth ----------------------------------------------------------------------
-
-
-@torch.no_grad()
-def importance_sums(layer: MoE, x_TD: Tensor, routing: Routing) -> Tensor | None:
-    """What `config.importance` measures in one batch, summed over each expert's pairs; [E].
-
-    load       nothing: the tokens of each expert are counted anyway
-    gate_mass  the gates
-    reap       gate * ||output||: how much the expert adds to the layer's output (divided by its
-               tokens by those who read it). The outputs are computed once more, one by one: an
-               experts' forward on top, and memory for all pairs' outputs
-    taylor     nothing: sum of gate * d loss / d gate, what the loss would lose to first order
-               without the expert, is <w2, d loss / d w2>, for outputs are linear in w2: read off
-               the gradient before the optimizer's step
-    """
-    how = layer.config.importance
-    if layer.router.active_E is None or how in ("load", "taylor"):
-        return None
-    value_S = routing.gates_S.detach().float()
-    if how == "reap":
-        value_S = value_S * output_norms(layer, x_TD.detach(), routing)
-    return replace(routing, gates_S=value_S).dense().sum(dim=0)
-
-
-def output_norms(layer: MoE, x_TD: Tensor, routing: Routing) -> Tensor:
-    """||E(x)|| of each pair, float32 [S]; 0 for slots without one."""
-    c, some_S = layer.config, routing.expert_S >= 0
-    token_S = routing.token_S.long().clamp(max=max(routing.num_tokens - 1, 0))
-    ones_S1 = some_S[:, None].to(routing.gates_S.dtype)
-    alone = Routing.from_topk(routing.expert_S[:, None], ones_S1, c.num_experts, c.kernels)
-    y_SD = experts(
-        x_TD[token_S], layer.w1, layer.w2, alone, activation=c.activation, backend=c.kernels
-    )
-    return torch.where(some_S, y_SD.float().norm(dim=1), 0.0)

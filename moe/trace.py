@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from moe.kernels.common.gating import Gating
-from moe.kernels.routing.token_rounding import weights_ref
 from moe.layer import MoE
-from moe.router import gates_at
 from moe.routing import CompactRouting, Routing
+from moe.rules.rounding import rounded_gates
+from moe.scores import gates_at
 
 # attribute names that torch.compile and activation checkpointing put into a module's path
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -206,7 +206,7 @@ def _in_backward() -> bool:
 
 
 def _entry_of(layer: MoE, gating: Gating, routing: Routing, gate_dtype: torch.dtype) -> TraceEntry:
-    limited = layer.training and layer.router.capacity is not None
+    limited = layer.training and bool(layer.router.acting("limit_routing"))
     if routing.slots_per_token is not None and not limited:
         return TraceEntry(routing.compact(gate_dtype), None)
     config = layer.config
@@ -246,16 +246,17 @@ def _rerouted(
             f"is {found} now"
         )
     limited = realised is not None and realised.slots_per_token is not None  # by a capacity
-    if realised is not None and not limited and c.rounding is None and gates == "live":
+    rounding = c.router.rounding
+    if realised is not None and not limited and rounding is None and gates == "live":
         raise ValueError(
-            f"{name}: recorded with token rounding, but rounding=None now does not say how live "
-            "gates are normalised; use gates='frozen'"
+            f"{name}: recorded with token rounding, but router.rounding=null now does not say how "
+            "live gates are normalised; use gates='frozen'"
         )
     expert_TK = choice.ids_S().to(device).view(tokens, slots)
     gate_S = None
     if gates == "live":
         gate_TK = gates_at(logits_TE, expert_TK, c.score, c.norm, c.route_scale)
-        gate_S = layer.router.fade(gate_TK).reshape(-1)
+        gate_S = layer.router.gates(gate_TK).reshape(-1)
     routing = choice.expand(gate_S, device, c.kernels)
     gating = gating._replace(
         expert_TK=expert_TK, gate_TK=routing.gates_S.view_as(expert_TK), counts_E=routing.counts_E
@@ -266,24 +267,6 @@ def _rerouted(
     elif realised is not None:
         routing = realised.expand(None, device, c.kernels)
         if gates == "live":
-            routing = replace(routing, gates_S=_rounded_gates(layer, logits_TE, gating, routing))
+            gate_S = rounded_gates(rounding, layer.router.form, logits_TE, gating, routing)
+            routing = replace(routing, gates_S=gate_S)
     return gating, routing
-
-
-def _rounded_gates(layer: MoE, logits_TE: Tensor, gating: Gating, routing: Routing) -> Tensor:
-    """Gates [S] of given pairs, as `moe.rounding` normalises them."""
-    c = layer.config
-    T, E = logits_TE.shape
-    token_S, expert_S = routing.token_S.long(), routing.expert_S.long()
-    used_S = expert_S >= 0
-    cell_S = torch.where(used_S, token_S * E + expert_S, 0)
-    weight_TE = weights_ref(logits_TE, c.score, c.norm)
-    if c.rounding.renorm == "tr":
-        weight_S = torch.where(used_S, weight_TE.reshape(-1)[cell_S], 0.0)
-        total_T = weight_S.new_zeros(T + 1).index_add(0, token_S, weight_S)
-        return weight_S / (total_T[token_S] + 1e-20) * c.route_scale
-    gate_TE = weight_TE * c.route_scale
-    if c.rounding.renorm == "tc":
-        # pairs of the top-K choice have the gate they have without rounding
-        gate_TE = gate_TE.scatter(1, gating.expert_TK.long().clamp(min=0), gating.gate_TK)
-    return torch.where(used_S, gate_TE.reshape(-1)[cell_S], 0.0)

@@ -58,9 +58,10 @@ def upcycle_layer(
         )
     if activation_width(c.activation) != 2:
         raise ValueError(f"activation={c.activation!r} must be a gated one")
-    if layer.shared is not None or c.groups > 1 or c.amplitude:
+    if layer.shared is not None or c.groups > 1 or c.form.rows > 1:
         raise ValueError(
-            "a layer with a shared expert, expert groups or amplitudes cannot be filled exactly"
+            "a layer with a shared expert, expert groups or several router rows for an expert "
+            "cannot be filled exactly"
         )
     exact = c.norm != "none"
     gates = {"softmax": 1 / c.num_experts, "sigmoid": 0.5, "sqrtsoftplus": math.log(2) ** 0.5}

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from moe import MoE, MoEConfig, Routing
 from moe.experts import autocast_as_linear, experts
 from moe.kernels.common.backend import pick_backend
-from moe.metrics import RouterStats
+from moe.types import RouterStats
 from parallel.config import AllGather, AllToAll, Pairwise
 from parallel.exchange.all_gather import AllGatherExchange
 from parallel.exchange.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait

@@ -199,10 +199,7 @@ KINDS_STILL: dict[str, int] = {}
 """Kinds with more settings than that; may only become fewer."""
 
 STILL: dict[str, list[str]] = {
-    "circles": [
-        "moe.balance moe.metrics",
-        "moe.control moe.layer moe.router moe.router_checks moe.router_gradient moe.surgery",
-    ],
+    "circles": [],
     "private names": [],
     "hidden imports": [
         "parallel.processes > parallel.world",

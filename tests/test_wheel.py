@@ -32,7 +32,7 @@ config = moe.MoEConfig(hidden_size=16, expert_size=8, num_experts=4, num_experts
 layer = moe.MoE(config)
 x = torch.randn(5, 16, requires_grad=True)
 y, stats = layer(x)
-(y.square().sum() + stats.loss()).backward()
+(y.square().sum() + layer.loss(stats)).backward()
 assert y.shape == x.shape and x.grad.abs().sum() > 0
 assert all(parameter.grad is not None for parameter in layer.parameters())
 print(moe.__file__)

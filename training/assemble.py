@@ -18,21 +18,18 @@ from models.build import (
     start_routers,
 )
 from models.execution import apply_checkpointing, compile_blocks
-from moe.config import Rounding
-from moe.control import RouterControl, routers_of
-from moe.rounding import RoundingConfig
+from moe.control import routers_of
 from parallel import World
 from parallel.engines.choose import make_engine
 from parallel.engines.sharded import Sharding
 from parallel.mesh import build_mesh
 from training.checkpoint.weights import load_initial
-from training.config.export_compat import last_acting_step
 from training.config.load import ConfigError
 from training.data.sources import store_tokenizers
 from training.graph import StepGraph, computation, launch_now, own_stream
 from training.health import RoutingHealth
 from training.optim.groups import parameter_groups
-from training.optim.schedule import learning_rate, top_k_schedule
+from training.optim.schedule import learning_rate
 from training.out_of_memory import LastCounts
 from training.snapshot import load
 from training.sparsity import Sparsity
@@ -80,73 +77,13 @@ def router_options(config: Config, architecture: ModelConfig, steps: int) -> dic
     Args:
         steps: of the whole run: what cannot be exported ends before the last `router.end_steps`.
     """
-    router, noise = config.router, config.router.noise
-    sampled = router.selection if _is(router.selection, "sample") else None
-    last_bias = last_acting_step(config, "router.bias", steps)
-    bias, gradient, capacity = router.bias, router.gradient, router.capacity
-    dropped = None if router.rounding is None else router.rounding.dropped
-    control = RouterControl(
-        bias_update="none" if bias is None else bias.kind,
-        bias_rate=getattr(bias, "rate", 1e-3),
-        bias_targets=_bias_targets(config),
-        bias_ema=getattr(bias, "ema", 0.0),
-        min_load=getattr(bias, "below", 0.25),
-        bias_freeze_at=None if bias is None else bias.freeze_at,
-        bias_anneal=None if last_bias is None else (last_bias - router.end_steps, last_bias),
-        keep_load=_is(router.balance, "lagged"),
-        ema=router.selection.decay if _is(router.selection, "ema") else None,
-        families_until=last_acting_step(config, "experts.copies", steps),
-        ema_until=last_acting_step(config, "router.selection", steps),
-        freeze_at=router.freeze_at,
-        capacity=None if capacity is None else capacity.factor,
-        capacity_drop="probability" if capacity is None else capacity.drop,
-        capacity_until=last_acting_step(config, "router.capacity", steps),
-        top_k=top_k_schedule(config, steps),
-        sample_until=None if sampled is None else sampled.until,
-        gradient="plain" if gradient is None else gradient.kind,
-        default_decay=next((o.decay for o in (gradient, dropped) if o is not None), 0.95),
-    )
     return {
-        "score": router.score,
-        "selection_bias": architecture.has_selection_bias or bias is not None,
-        "rounding": _rounding(router.rounding),
-        "sequence_stats": _is(router.balance, "sequence"),
-        "jitter": noise.size if _is(noise, "jitter") else 0.0,
-        "expert_dropout": noise.probability if _is(noise, "dropout") else 0.0,
-        "sample_temperature": 0.0 if sampled is None else sampled.temperature,
-        "amplitude": router.logits is not None,
+        "router": config.router,
+        "steps": steps,
         "start_experts": start_experts(config),
         "importance": importance(config),
         "families": uses_families(config),
-        "control": control,
     }
-
-
-def _is(option: Any, kind: str) -> bool:
-    return option is not None and option.kind == kind
-
-
-def _rounding(given: Rounding | None) -> RoundingConfig | None:
-    if given is None:
-        return None
-    return RoundingConfig(
-        variant=given.to,
-        tile=given.tile,
-        min_tiles=given.min_tiles,
-        max_tiles=given.max_tiles,
-        protect_top1=given.protect_top1,
-        renorm={"top_k": "tc", "rounded": "tr", "none": "none"}[given.gates],
-        min_mean_tiles=given.min_mean_tiles,
-        dropped_grad="none" if given.dropped is None else "default",
-    )
-
-
-def _bias_targets(config: Config) -> tuple[float, ...] | None:
-    """Shares of the tokens that give every expert the same arithmetic; None: all the same."""
-    balance, widths = config.router.balance, config.model.config.moe_expert_widths
-    if config.router.bias is None or getattr(balance, "load", "tokens") == "tokens":
-        return None
-    return tuple(1 / width for width in widths)
 
 
 FOLLOWERS = (RoutingHealth, ExpertImportance, Sparsity, LastCounts)
@@ -197,7 +134,6 @@ def make_train_state(
         model=model,
         forward=optimizer.model,
         optimizer=optimizer,
-        router=config.router,
         world=world,
         device=device,
         learning_rate=lambda step: learning_rate(config.optim, step - 1, steps),
@@ -210,9 +146,9 @@ def make_train_state(
         _first_weights(config, state)
     optimizer.check_replicas()
     if plan.compile:  # after the engine has placed the parameters
-        controls = {router.config.control for router in routers_of(model)}
+        routers = max((router.changes for router in routers_of(model)), default=0)
         masks = 0 if state.follower(Sparsity) is None else 2
-        compile_blocks(model, changes=masks + sum(control.changes for control in controls))
+        compile_blocks(model, changes=masks + routers)
     return state
 
 

@@ -39,23 +39,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 def on_schedule(model: nn.Module) -> bool:
     """Whether training now uses other experts per token than evaluation does."""
-    return any(
-        router.fading or router.k != router.config.num_experts_per_tok
-        for router in routers_of(model)
-    )
-
-
-@contextmanager
-def as_trained(model: nn.Module) -> Iterator[None]:
-    """Evaluation with the experts per token that training uses now."""
-    routers = routers_of(model)
-    try:
-        for router in routers:
-            router.scheduled_evaluation = True
-        yield
-    finally:
-        for router in routers:
-            router.scheduled_evaluation = False
+    return any(rule.scheduled for router in routers_of(model) for rule in router.rules.values())
 
 
 def validate(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from moe.metrics import RouterStats
     from moe.surgery import Change
+    from moe.types import RouterStats
 
 
 class Follower:

@@ -14,7 +14,7 @@ from training.faults import RunFailed
 from training.follower import Follower
 
 if TYPE_CHECKING:
-    from moe.metrics import RouterStats
+    from moe.types import RouterStats
     from training.config.sections import Config
     from training.run_state import RunState
 

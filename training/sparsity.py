@@ -29,7 +29,7 @@ from training.follower import Follower
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
-    from moe.metrics import RouterStats
+    from moe.types import RouterStats
     from parallel.engines.base import Engine
     from training.config.sections import Config
 

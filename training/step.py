@@ -24,16 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from moe import control
-from moe.balance import (
-    attach_loss,
-    auxiliary_loss,
-    balance_loss,
-    flop_weights,
-    sequence_loss,
-    z_loss,
+from moe.balance import attach_loss, balance_loss
+from moe.control import (
+    balance_rules,
+    needs_update,
+    router_losses,
+    routers_of,
+    update_routers,
 )
-from moe.control import needs_update, routers_of, stacked, update_routers
-from moe.metrics import RouterStats, pack
+from moe.metrics import pack
+from moe.types import RouterStats
 from parallel import World, agree, sum_
 from training.device import untouched_rng
 from training.follower import Follower
@@ -41,7 +41,6 @@ from training.graph import Launch, launch_now
 
 if TYPE_CHECKING:
     from models.transformer import Decoder
-    from moe.config import RouterConfig
     from parallel.engines.base import Engine, Outcome
     from training.data import Batch
 
@@ -60,7 +59,6 @@ class TrainState:
     forward: nn.Module
     """What a step calls: the model, or an engine's wrapper around it."""
     optimizer: Engine
-    router: RouterConfig
     world: World
     device: torch.device
     learning_rate: Callable[[int], float]
@@ -142,7 +140,7 @@ def train_step(state: TrainState, batches: Sequence[Batch], totals: StepTotals) 
     applied = 1 - outcome.skipped
     if stats is not None:
         stats = _over_processes(stats, state.world)
-        if state.router.balance is None:  # nothing but a number to watch: that of the whole step
+        if not balance_rules(routers_of(state.model)):  # a number to watch: that of the whole step
             optimizer.terms[TERMS.index("balance_loss")] = balance_loss(stats).mean()
         if needs_update(state.model):
             update_routers(state.model, stats, step=state.step, applied=applied)
@@ -183,12 +181,10 @@ def forward_backward(
         batches: on the device.
         targets, tokens: of the whole step, scalars on the device.
     """
-    model, optimizer, router = state.forward, state.optimizer, state.router
+    model, optimizer, routers = state.forward, state.optimizer, routers_of(state.model)
     optimizer.zero_grad()
-    work_LE = relative_work(model, router, state.device)
-    # Without a loss that compares with a load, none has to be found.
-    scope = "micro" if router.balance is None else router.balance.kind
-    load_LE = load_before(model, batches, scope, state.world)
+    load_LE = load_before(state, batches)
+    counted = load_LE is not None or not control.counts_step(state.model)
     stats: RouterStats | None = None
     for number, batch in enumerate(batches, 1):
         with optimizer.micro_batch(last=number == len(batches)):
@@ -198,9 +194,9 @@ def forward_backward(
             if out.router is not None:
                 seen = out.router.detach()
                 stats = seen if stats is None else stats.plus(seen)
-                if scope == "global" and load_LE is None:
+                if not counted:  # one micro-batch is the whole step
                     load_LE = sum_(state.world, seen.counts_E.clone())
-                auxiliary, values = router_losses(out.router, tokens, router, load_LE, work_LE)
+                auxiliary, values = router_losses(routers, out.router, tokens, load_LE)
                 loss = attach_loss(loss, auxiliary)
                 terms += values
                 for follower in state.followers:
@@ -218,69 +214,20 @@ def _over_processes(stats: RouterStats, world: World) -> RouterStats:
     return unpack(sum_(world, flat))
 
 
-def router_losses(
-    stats: RouterStats,
-    step_tokens: Tensor | float,
-    router: RouterConfig,
-    load_LE: Tensor | None,
-    work_LE: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """A micro-batch's share of the auxiliary loss, and of the balance and z values for the log.
-
-    Args:
-        load_LE: to compare with; the micro-batch's own when None.
-        work_LE: what a token costs an expert, where arithmetic is balanced and not tokens.
-
-    The coefficients weigh means over layers, so a deeper model is not balanced harder.
-    """
-    layers = stats.tokens.shape[0]
-    if work_LE is not None:
-        load_LE = (stats.counts_E if load_LE is None else load_LE).detach() * work_LE
-    balance = router.balance
-    by_sequence = balance is not None and balance.kind == "sequence"
-    coef = 0.0 if balance is None else balance.coef
-    auxiliary = auxiliary_loss(
-        stats,
-        step_tokens=step_tokens,
-        **{"sequence_coef" if by_sequence else "balance_coef": coef / layers},
-        z_coef=router.z_coef / layers,
-        counts_E=load_LE,
-    )
-    with torch.no_grad():
-        balance_L = sequence_loss(stats) if by_sequence else balance_loss(stats, load_LE)
-        share_L = stats.tokens / step_tokens / layers
-        values = [(share_L * value_L).sum() for value_L in (balance_L, z_loss(stats))]
-    return auxiliary, values
-
-
-def relative_work(model: nn.Module, router: RouterConfig, device: torch.device) -> Tensor | None:
-    """What a token costs each expert [L, E], where arithmetic is balanced; None for tokens."""
-    if getattr(router.balance, "load", "tokens") != "flops":
-        return None
-    widths = tuple(router.config.expert_widths for router in routers_of(model))
-    return flop_weights(widths, device)
-
-
-def load_before(
-    model: nn.Module, batches: Sequence[Batch], scope: str, world: World
-) -> Tensor | None:
+def load_before(state: TrainState, batches: Sequence[Batch]) -> Tensor | None:
     """Tokens per expert that the balance loss compares with, [L, E], where they are known or found
     before the step; None: those of each micro-batch, or of the one there is.
 
-    global: the load of the whole step enters the loss of its first micro-batch already, so with
-        several of them they all go through the model once more beforehand, without gradient: a
-        third more arithmetic, for a loss that no layout and no accumulation changes.
-    lagged: the load of the last step, which costs nothing (and is as independent of the layout).
-        Zeros in the first step.
+    A load of the whole step enters the loss of its first micro-batch already, so with several of
+    them they all go through the model once more beforehand, without gradient: a third more
+    arithmetic, for a loss that no layout and no accumulation changes.
     """
-    if scope == "lagged":
-        return stacked(routers_of(model), "load_E")
-    if scope != "global" or len(batches) == 1 or not routers_of(model):
-        return None
+    if len(batches) == 1 or not control.counts_step(state.model):
+        return control.known_load(state.model)
     counts_LE = None
     with torch.no_grad(), untouched_rng():
         for batch in batches:
-            out = model(
+            out = state.forward(
                 batch.tokens_BL,
                 positions_BL=batch.positions_BL,
                 documents=batch.documents,
@@ -288,4 +235,4 @@ def load_before(
             )
             seen = out.router.counts_E
             counts_LE = seen if counts_LE is None else counts_LE + seen
-    return sum_(world, counts_LE)
+    return sum_(state.world, counts_LE)

@@ -43,8 +43,8 @@ from moe.kernels.grouped.rows import rows_triton
 from moe.kernels.grouped.up_forward import up_forward_triton
 from moe.kernels.grouped.weight_gradient import weight_gradient_triton
 from moe.kernels.tiers import hopper_missing
-from moe.rounding import RoundingConfig
 from moe.routing import Routing
+from moe.rules.rounding import Rounding
 from scripts._command import listed
 from scripts.bench.harness import (
     DEVICE,
@@ -246,7 +246,7 @@ def bench_rounding(args, table: Table, shapes: list) -> None:
         found = {}
         for kind, scope in itertools.product(("top-K", "rounded"), ("layer", "experts")):
             # Unbounded below: the shapes are measured whatever the mean number of tiles is.
-            config = RoundingConfig(tile=128, min_mean_tiles=0.0) if kind == "rounded" else None
+            config = Rounding(to="nearest", min_mean_tiles=0.0) if kind == "rounded" else None
             route = Route(shape, False, config)
             release()
             with table.row(

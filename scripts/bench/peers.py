@@ -18,8 +18,8 @@ from torch import Tensor
 from moe.experts import experts
 from moe.kernels.routing.router_logits import router_logits
 from moe.kernels.routing.topk_gating import topk_gating, topk_routing
-from moe.rounding import RoundingConfig, round_tokens
 from moe.routing import Routing
+from moe.rules.rounding import Rounding, round_tokens
 from scripts.bench.harness import DEVICE, median_ms
 
 BF16 = torch.bfloat16
@@ -49,7 +49,7 @@ def balanced_choice(T: int, E: int, K: int) -> Tensor:
 class Route:
     """Logits → routing, random by the router's own choice or forced to a given one."""
 
-    def __init__(self, shape, balanced: bool, rounding: RoundingConfig | None = None):
+    def __init__(self, shape, balanced: bool, rounding: Rounding | None = None):
         T, _, _, self.E, self.K = shape
         self.forced = balanced_choice(T, self.E, self.K) if balanced else None
         self.rounding = rounding

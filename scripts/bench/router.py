@@ -37,7 +37,7 @@ from torch import Tensor
 from moe.kernels.common.gating import topk_gating_ref
 from moe.kernels.routing.gating_kernels import topk_gating_backward_triton
 from moe.kernels.routing.topk_gating import topk_gating, topk_routing
-from moe.rounding import RoundingConfig, round_tokens
+from moe.rules.rounding import Rounding, round_tokens
 from scripts.bench.harness import (
     DEVICE,
     Table,
@@ -186,7 +186,7 @@ def bench_kernels(table: Table, shapes: list[tuple[int, int, int]], rounding: bo
         def step(x, K=K):
             if rounding:
                 gating = topk_gating(x, K)
-                gates = round_tokens(x, gating, RoundingConfig(min_mean_tiles=0.0)).gates_S
+                gates = round_tokens(x, gating, Rounding(to="nearest", min_mean_tiles=0.0)).gates_S
             else:
                 gating, _ = topk_routing(x, K)
                 gates = gating.gate_TK

@@ -41,8 +41,8 @@ from models.config import ModelConfig
 from models.first_weights import FirstWeights
 from moe.control import begin_step
 from moe.layer import MoE
-from moe.router import gates_at
 from moe.routing import Routing
+from moe.scores import gates_at
 from parallel import World
 from scripts._command import bounded, command
 from scripts.bench import peers

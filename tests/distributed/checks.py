@@ -65,11 +65,11 @@ def collectives(world: World) -> None:
     barrier(world)
 
 
-def build(world: World):
+def build(world: World, setting=None):
     """The model of `alone.build` and its optimizer; on several processes both are split."""
     if world.size == 1:
-        return alone.build()
-    model, _ = alone.build()
+        return alone.build(setting=setting)
+    model, _ = alone.build(setting=setting)
     mesh = build_mesh(plan_mesh(world.size, world.size, num_experts=4), CPU, timeout_s=60)
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     return model, tiny.engine_of("fsdp2", model, mesh, groups, AdamW(clip_norm=None))
@@ -78,7 +78,7 @@ def build(world: World):
 def step(world: World, batches, setting, number: int = 1, poisoned: bool = False):
     """One step of this process's batches: gradients by name (this process's parts), the result, the
     state."""
-    model, optimizer = build(world)
+    model, optimizer = build(world, setting)
     if poisoned:
         model.forward = alone._nan_after(model.forward)
     update, gradients = optimizer.update, {}
@@ -88,7 +88,7 @@ def step(world: World, batches, setting, number: int = 1, poisoned: bool = False
         return update()
 
     optimizer.update = watched
-    state = alone.state_of(model, optimizer, setting, step=number, world=world)
+    state = alone.state_of(model, optimizer, step=number, world=world)
     result = train_step(state, batches, agree_on_step(world, batches, stop=False))
     return gradients, result, state
 

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe import MoE, MoEConfig, RouterControl, Routing
+from moe import MoE, MoEConfig, RouterConfig, Routing
 from moe.control import begin_step
 from moe.experts import experts
-from moe.rounding import RoundingConfig
 from parallel.config import EXCHANGES, AllToAll
 from parallel.exchange.transport import Collective
 from parallel.expert_parallel import (
@@ -31,8 +30,8 @@ from tests.distributed.launch import run
 
 WORLD = 4
 BASE = MoEConfig(
-    hidden_size=12, expert_size=10, num_experts=8, num_experts_per_tok=3, selection_bias=True,
-    shared_expert_size=6, init_std=0.3,
+    hidden_size=12, expert_size=10, num_experts=8, num_experts_per_tok=3, shared_expert_size=6,
+    selection_bias=True, init_std=0.3, router=RouterConfig(bias=None),
 )  # fmt: skip
 LAYOUTS = {
     "ep4": (4, 4, "across_nodes"),
@@ -60,11 +59,14 @@ class Case:
     tolerance: float = 1e-12
 
 
-MEANS = replace(BASE, control=RouterControl(gradient="default"))
+MEANS = replace(BASE, router=RouterConfig(bias=None, gradient={"kind": "default"}))
 DROPPED = replace(
-    BASE, rounding=RoundingConfig(variant="down", tile=4, min_tiles=0, min_mean_tiles=0,
-                                  dropped_grad="default"),
-)  # fmt: skip
+    BASE,
+    router=RouterConfig(
+        bias=None,
+        rounding={"to": "down", "tile": 4, "min_tiles": 0, "min_mean_tiles": 0, "dropped": {}},
+    ),
+)
 
 
 def _options(kind: str = "all_to_all", **settings) -> Any:

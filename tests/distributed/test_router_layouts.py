@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
-from moe import RouterControl
+from moe.config import RouterConfig
 from moe.control import begin_step, routers_of
 from parallel import World
 from parallel.engines.base import Outcome
@@ -27,18 +27,14 @@ from training.step import TERMS, agree_on_step, train_step
 
 ROWS = 16
 GLM = {"family": "glm4_moe", "first_k_dense_replace": 0}
-# name → fields of the model, of its routers' control, and of the config's router section
+# name → fields of the model, and of its routers' config beside the balance of kind global
 CASES = {
-    "global": ({}, {}, {"balance_scope": "global"}),
-    "lagged": ({}, {"keep_load": True}, {"balance_scope": "lagged"}),
-    "sequence": ({}, {}, {"balance_scope": "sequence"}),
-    "bias": (
-        GLM,
-        {"bias_update": "sign", "bias_rate": 0.1, "bias_freeze_at": 2},
-        {"balance_scope": "global"},
-    ),
-    "ema": ({}, {"ema": 0.5}, {"balance_scope": "global"}),
-    "default": ({}, {"gradient": "default"}, {"balance_scope": "global"}),
+    "global": ({}, {}),
+    "lagged": ({}, {"balance": {"kind": "lagged", "coef": 0.5}}),
+    "sequence": ({}, {"balance": {"kind": "sequence", "coef": 0.5}}),
+    "bias": (GLM, {"bias": {"kind": "sign", "rate": 0.1, "freeze_at": 2}}),
+    "ema": ({}, {"selection": {"kind": "ema", "decay": 0.5}}),
+    "default": ({}, {"gradient": {"kind": "default"}}),
 }
 
 
@@ -111,25 +107,18 @@ def steps(
 ) -> dict[str, torch.Tensor]:
     """Two steps, the first of so many copies of the rows: balance value, router gradients and state
     after the second."""
-    fields, control, setting = CASES[case]
+    fields, given = CASES[case]
     config = ModelConfig(**MODEL | fields, initializer_range=0.3)
-    model = build_model(
-        config,
-        dtype=torch.float64,
-        seed=1,
-        control=RouterControl(**control),
-        sequence_stats=setting["balance_scope"] == "sequence",
-    )
+    balance = {"balance": {"kind": "global", "coef": 0.5}, "z_coef": 0.01, "bias": None}
+    router = RouterConfig(**balance | given)
+    model = build_model(config, dtype=torch.float64, seed=1, router=router)
     optimizer = Keep(model, world)
-    router = alone.router(balance=0.5, z=0.01)
-    for key, value in setting.items():
-        setattr(router, key, value)
     batches = batches_of(world, accumulation, padded)
     for step in (1, 2):
         begin_step(model, step)
         now = batches * repeats if step == 1 else batches
         totals = agree_on_step(world, now, stop=False)
-        state = alone.state_of(model, optimizer, router, step=step, lr=0.3, world=world)
+        state = alone.state_of(model, optimizer, step=step, lr=0.3, world=world)
         train_step(state, now, totals)
     found = {"balance": optimizer.terms[1:2].clone()}
     for name, kind in parameter_kinds(model).items():
@@ -201,7 +190,7 @@ def test_a_last_load_of_more_tokens_is_the_same_load(whole):
 
 def test_the_micro_scope_does_depend_on_the_layout(whole):
     """So that the comparison above can fail."""
-    CASES["micro"] = ({}, {}, {"balance_scope": "micro"})
+    CASES["micro"] = ({}, {"balance": {"kind": "micro", "coef": 0.5}})
     try:
         one, four = (steps("micro", World(), accumulation, False) for accumulation in (1, 4))
     finally:

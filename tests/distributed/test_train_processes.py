@@ -15,7 +15,7 @@ import torch
 
 from models.build import build_model
 from models.config import ModelConfig
-from moe import RouterControl
+from moe import RouterConfig
 from moe.control import routers_of
 from tests.processes import Group, start_training
 from tests.training.tiny import MODEL, write_inputs
@@ -231,9 +231,11 @@ def test_a_start_that_several_processes_refused_can_be_corrected(config, tmp_pat
 def test_initial_weights_bring_the_average_that_routes(config, tmp_path, engine):
     """Not moved by the weight's steps, it moves a tenth of the way to the weight in each."""
     model = ModelConfig(**MODEL)
-    theirs = build_model(model, seed=5, control=RouterControl(ema=0.9))
+    theirs = build_model(
+        model, seed=5, router=RouterConfig(selection={"kind": "ema", "decay": 0.9})
+    )
     for router in routers_of(theirs):
-        router.weight_ema.mul_(3)
+        router.rules.selection.weight_ema.mul_(3)
     words = [
         f"model.init_from={save_weights(theirs, tmp_path / 'source')}",
         "router.selection.kind=ema",
@@ -245,5 +247,7 @@ def test_initial_weights_bring_the_average_that_routes(config, tmp_path, engine)
     finish(group)
     ours = read_weights((tmp_path / "runs/next/checkpoints/latest").resolve())
     for layer, router in enumerate(routers_of(theirs)):
-        expected = torch.lerp(router.weight_ema, router.weight.detach(), 0.1)
-        torch.testing.assert_close(ours[f"layers.{layer}.moe.router.weight_ema"], expected)
+        average_ED = router.rules.selection.weight_ema
+        expected = torch.lerp(average_ED, router.weight.detach(), 0.1)
+        name = f"layers.{layer}.moe.router.rules.selection.weight_ema"
+        torch.testing.assert_close(ours[name], expected)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe import Router
-from moe.balance import auxiliary_loss
+from moe.balance import balance_loss, z_loss
 from moe.surgery import Change
 from parallel.engines.base import Engine
 from parallel.engines.choose import make_engine
@@ -107,9 +107,8 @@ def micro_batches(config: ModelConfig, step: int, rows: Sequence[int]) -> list[d
 def loss_of(model: nn.Module, batch: dict[str, Tensor], poison: bool = False) -> Tensor:
     out = model(**batch)
     loss = out.loss_sum / sum(LENGTHS)
-    auxiliary = auxiliary_loss(
-        out.router, step_tokens=float(sum(LENGTHS)), balance_coef=0.02, z_coef=0.01
-    )
+    aux_L = 0.02 * balance_loss(out.router) + 0.01 * z_loss(out.router)
+    auxiliary = (out.router.tokens / sum(LENGTHS) * aux_L).sum()
     return (loss + auxiliary) * (float("nan") if poison else 1.0)
 
 

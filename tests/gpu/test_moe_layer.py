@@ -8,15 +8,14 @@ import torch
 from moe import (
     RouterStats,
     RoutingTrace,
-    auxiliary_loss,
     balance_loss,
     layer_metrics,
+    router_losses,
     to_host,
     z_loss,
 )
-from moe.control import RouterControl, begin_step, update_routers
+from moe.control import begin_step, update_routers
 from moe.kernels.routing.router_logits import router_logits
-from moe.rounding import RoundingConfig
 from tests.moe.oracle import make_layer
 
 pytestmark = pytest.mark.gpu
@@ -24,24 +23,31 @@ pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 64, "expert_size": 48, "num_experts": 16, "num_experts_per_tok": 4}
 FIELDS = {
     "plain": {},
-    "sigmoid": {"score": "sigmoid", "selection_bias": True, "sequence_stats": True},
+    "sigmoid": {
+        "score": "sigmoid",
+        "selection_bias": True,
+        "bias": None,
+        "balance": {"kind": "sequence"},
+    },
     "shared": {"shared_expert_size": 40, "save": "x"},
-    "rounded": {"rounding": RoundingConfig(tile=16, min_mean_tiles=1)},
+    "rounded": {"rounding": {"to": "nearest", "tile": 16, "min_mean_tiles": 1}},
 }
 CONTROLLED = {
     "quantile": {
         "score": "sigmoid",
-        "selection_bias": True,
-        "jitter": 0.01,
-        "expert_dropout": 0.1,
-        "control": RouterControl(bias_update="quantile", ema=0.9, keep_load=True, capacity=1.2),
+        "bias": {"kind": "quantile"},
+        "balance": {"kind": "lagged"},
+        "selection": {"kind": "ema", "decay": 0.9},
+        "noise": {"kind": "dropout", "probability": 0.1},
+        "capacity": {"factor": 1.2},
     },
     "sign": {
         "score": "sigmoid",
-        "selection_bias": True,
         "groups": 4,
         "groups_kept": 2,
-        "control": RouterControl(bias_update="sign", bias_targets=tuple(range(20, 36))),
+        "bias": {"kind": "sign"},
+        "balance": {"load": "flops"},
+        "expert_widths": tuple(range(33, 49)),
     },
 }
 
@@ -107,7 +113,8 @@ def test_no_host_sync_but_one(fields):
     try:
         layer.zero_grad()
         y, stats = layer(x, valid)
-        loss = auxiliary_loss(stats, step_tokens=step_tokens, balance_coef=0.01, z_coef=0.001)
+        stacked = RouterStats.stack([stats])
+        loss, _ = router_losses([layer.router], stacked, step_tokens)
         (y.float().square().sum() / step_tokens + loss).backward()
         metrics = layer_metrics(RouterStats.stack([stats, stats]))
     finally:

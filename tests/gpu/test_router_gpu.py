@@ -16,7 +16,7 @@ from moe.kernels.routing import gating_kernels
 from moe.kernels.routing.routing_metadata import routing_metadata
 from moe.kernels.routing.topk_gating import topk_gating, topk_routing
 from moe.kernels.tiers import hopper_missing, pick_gating
-from moe.rounding import RoundingConfig, dropped_pairs, round_tokens
+from moe.rules.rounding import Rounding, dropped_pairs, round_tokens
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
@@ -393,7 +393,7 @@ def compare_rounding(z, k, config, score="softmax", norm="topk_sum", valid=None)
 @pytest.mark.parametrize("variant", ["nearest", "up", "down", "systematic", "balanced"])
 def test_rounding(T, E, k, variant):
     z = torch.randn(T, E, device=CUDA) + torch.randn(E, device=CUDA) * 0.5
-    r, gating = compare_rounding(z, k, RoundingConfig(variant=variant))
+    r, gating = compare_rounding(z, k, Rounding(to=variant))
     assert (r.counts_E % 128 == 0).all()
     assert ((r.counts_E > 0) == (gating.counts_E > 0)).all()
     dropped = dropped_pairs(r, gating.expert_TK)
@@ -407,8 +407,14 @@ def test_rounding(T, E, k, variant):
 def test_rounding_forms(renorm, score, norm):
     z = torch.randn(3000, 60, device=CUDA) + torch.randn(60, device=CUDA)
     valid = torch.rand(3000, device=CUDA) > 0.2
-    config = RoundingConfig(tile=64, renorm=renorm, protect_top1=True, max_tiles=1.5,
-                            min_mean_tiles=0.0)  # fmt: skip
+    config = Rounding(
+        to="nearest",
+        gates={"tc": "top_k", "tr": "rounded"}.get(renorm, renorm),
+        tile=64,
+        protect_top1=True,
+        max_tiles=1.5,
+        min_mean_tiles=0.0,
+    )
     r, _ = compare_rounding(z, 3, config, score, norm, valid)
     rows = r.token_R[: int(r.offsets_E1[-1])].long()
     assert valid[rows].all()
@@ -421,21 +427,21 @@ def test_rounding_of_few_experts(T, E, k, masked):
     z = torch.randn(T, E, device=CUDA)
     valid = torch.rand(T, device=CUDA) > 0.3 if masked else None
     for variant in ("nearest", "systematic"):
-        config = RoundingConfig(variant=variant, tile=32, min_mean_tiles=0.0)
+        config = Rounding(to=variant, tile=32, min_mean_tiles=0.0)
         compare_rounding(z, k, config, valid=valid)
 
 
 def test_rounding_of_ties():
     z = torch.randn(8192, 16, device=CUDA).bfloat16().float().round()
-    compare_rounding(z, 2, RoundingConfig(variant="up", tile=256, min_mean_tiles=0.0))
+    compare_rounding(z, 2, Rounding(to="up", tile=256, min_mean_tiles=0.0))
 
 
 def test_rounding_that_drops_many():
     z = torch.randn(40000, 16, device=CUDA)
     z[:, :2] += 3.0  # more candidates than a program holds
     for variant in ("nearest", "score"):
-        compare_rounding(z, 2, RoundingConfig(variant=variant, max_tiles=1.25))
-        compare_rounding(z.bfloat16().float(), 2, RoundingConfig(variant=variant, max_tiles=1.25))
+        compare_rounding(z, 2, Rounding(to=variant, max_tiles=1.25))
+        compare_rounding(z.bfloat16().float(), 2, Rounding(to=variant, max_tiles=1.25))
 
 
 # ------------------------------------------------------------------------ syncs, graphs, compiler
@@ -451,7 +457,7 @@ def whole_router(z, config):
 
 
 def test_no_host_sync():
-    config = RoundingConfig(variant="systematic")
+    config = Rounding(to="systematic")
     z = torch.randn(8192, 32, device=CUDA, requires_grad=True)
     whole_router(z, config)[0].backward()  # compile first
     torch.cuda.synchronize()
@@ -464,7 +470,7 @@ def test_no_host_sync():
 
 
 def test_cuda_graph():
-    config = RoundingConfig()
+    config = Rounding(to="nearest")
     fixed = torch.randn(8192, 32, device=CUDA, requires_grad=True)
 
     def step():
@@ -493,7 +499,7 @@ def test_cuda_graph():
 
 
 def test_compiles_as_one_graph():
-    config = RoundingConfig()
+    config = Rounding(to="nearest")
     z = torch.randn(8192, 32, device=CUDA)
     plain, compiled = z.clone().requires_grad_(), z.clone().requires_grad_()
     want, ints = whole_router(plain, config)

@@ -10,33 +10,38 @@ import torch
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe import MoE, MoEConfig
-from moe.control import RouterControl, begin_step
-from moe.rounding import RoundingConfig
-from moe.top_k import TopKSchedule
+from moe.config import RouterConfig
+from moe.control import begin_step
 from parallel import World
 from tests.engines import local_engine
 from tests.gpu.test_training import CUDA, WIDE
-from tests.training.test_loop import batch_of, router, rows, state_of
+from tests.training.test_loop import batch_of, rows, state_of
 from training.health import RoutingHealth
 from training.optim.groups import parameter_groups
 from training.report.window import read_window
 from training.step import agree_on_step, train_step
 
 pytestmark = pytest.mark.gpu
-ROUNDING = RoundingConfig(tile=16, min_mean_tiles=0.1, dropped_grad="default")
+ROUNDING = {"to": "nearest", "dropped": {}, "tile": 16, "min_mean_tiles": 0.1}
 CASES = {
-    "soft k": {"control": RouterControl(top_k=TopKSchedule("linear", 4, 2, 20, soft=True))},
-    "default": {"control": RouterControl(gradient="default")},
-    "dropped pairs": {"control": RouterControl(), "rounding": ROUNDING},
+    "soft k": {"top_k": {"kind": "linear", "start": 4, "soft": True}},
+    "default": {"gradient": {"kind": "default"}},
+    "dropped pairs": {"rounding": ROUNDING},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_never_waits_for_the_device(name):
-    model = build_model(ModelConfig(**WIDE), dtype=torch.bfloat16, device=CUDA, **CASES[name])
+    model = build_model(
+        ModelConfig(**WIDE),
+        dtype=torch.bfloat16,
+        device=CUDA,
+        router=RouterConfig(**{"balance": {"kind": "micro"}} | CASES[name]),
+        steps=40,
+    )
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     optimizer, health = local_engine(groups), RoutingHealth(2, WIDE["num_experts"], CUDA)
-    state = state_of(model, optimizer, router(0.01, 0.001), device=CUDA, followers=[health])
+    state = state_of(model, optimizer, device=CUDA, followers=[health])
     tokens, labels = rows()
 
     def step(number: int):

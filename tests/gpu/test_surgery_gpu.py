@@ -13,8 +13,7 @@ import torch
 import train
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
-from moe import MoE, MoEConfig
-from moe.control import RouterControl
+from moe import MoE, MoEConfig, RouterConfig
 from moe.surgery import Change, change_layer
 from tests.engines import local_engine
 from tests.gpu.test_training import CUDA, WIDE
@@ -28,16 +27,19 @@ from training.surgery.changes import make_changes
 from training.surgery.importance import ExpertImportance, down_projections
 
 pytestmark = pytest.mark.gpu
-QUANTILE = {
-    "score": "sigmoid",
-    "selection_bias": True,
-    "control": RouterControl(bias_update="quantile"),
-}
+QUANTILE = RouterConfig(
+    score="sigmoid", bias={"kind": "quantile"}, balance={"kind": "micro", "coef": 0.01}
+)
 
 
-def build(config, **options):
+def build(config, setting=None, **options):
     model = build_model(
-        ModelConfig(**config), dtype=torch.bfloat16, device=CUDA, seed=None, **options
+        ModelConfig(**config),
+        dtype=torch.bfloat16,
+        device=CUDA,
+        seed=None,
+        router=setting or router(),
+        **options,
     )
     for parameter in model.parameters():  # where it is: the host would take long for a large one
         torch.nn.init.normal_(parameter, std=0.05)
@@ -57,14 +59,14 @@ def importance_of(model, optimizer, how, slots):
 @pytest.mark.parametrize("how", ["load", "gate_mass", "reap", "taylor"])
 def test_a_step_never_waits_for_the_device(how):
     slots = WIDE["num_experts"]
-    model, optimizer = build(WIDE, start_experts=slots - 1, importance=how, **QUANTILE)
+    model, optimizer = build(WIDE, QUANTILE, start_experts=slots - 1, importance=how)
     importance = importance_of(model, optimizer, how, slots)
     tokens, labels = rows()
 
     def step(number: int):
         batches = [batch_of(tokens, labels).pin_memory() for _ in range(2)]
         take_step(
-            model, optimizer, batches, router(0.01, 0.001), step=number, lr=0.01, device=CUDA,
+            model, optimizer, batches, step=number, lr=0.01, device=CUDA,
             followers=[importance],
         )  # fmt: skip
 
@@ -84,7 +86,7 @@ def test_a_step_never_waits_for_the_device(how):
 @pytest.mark.parametrize("kernels", ["auto", "triton", "reference"])
 def test_a_dormant_clone_changes_no_bit(kernels):
     torch.manual_seed(0)
-    config = MoEConfig(512, 256, 32, 4, start_experts=24, kernels=kernels, **QUANTILE)
+    config = MoEConfig(512, 256, 32, 4, start_experts=24, kernels=kernels, router=QUANTILE)
     layer = MoE(config, device=CUDA, dtype=torch.bfloat16)
     x_BTD = torch.randn(2, 2048, 512, device=CUDA, dtype=torch.bfloat16)
     before, _ = layer(x_BTD)
@@ -173,7 +175,7 @@ def test_a_change_costs_less_than_half_a_step():
         torch.cuda.synchronize()
         start = time.perf_counter()
         take_step(
-            model, optimizer, batches, router(0.0, 0.0), step=number, lr=1e-4, device=CUDA,
+            model, optimizer, batches, step=number, lr=1e-4, device=CUDA,
             followers=[importance],
         )  # fmt: skip
         torch.cuda.synchronize()

@@ -37,28 +37,28 @@ CUDA = torch.device("cuda", 0)
 WIDE = {**MODEL, "hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 32}
 
 
-def build(dtype: torch.dtype = torch.bfloat16):
-    model = build_model(ModelConfig(**WIDE), dtype=dtype, device=CUDA)
+def build(dtype: torch.dtype = torch.bfloat16, scope: str = "micro"):
+    setting = router(0.01, 0.001, scope)
+    model = build_model(ModelConfig(**WIDE), dtype=dtype, device=CUDA, router=setting)
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     return model, local_engine(groups, spike_factor=100.0)
 
 
-def step(model, optimizer, number: int, scope: str = "micro"):
+def step(model, optimizer, number: int):
     tokens, labels = rows()
     batches = [batch_of(tokens, labels).pin_memory() for _ in range(2)]
-    setting = router(0.01, 0.001, scope)
-    return take_step(model, optimizer, batches, setting, step=number, device=CUDA)
+    return take_step(model, optimizer, batches, step=number, device=CUDA)
 
 
 @pytest.mark.parametrize("scope", ["micro", "global"])
 def test_a_step_never_waits_for_the_device(scope):
-    model, optimizer = build()
+    model, optimizer = build(scope=scope)
     for number in (1, 2):  # kernels are compiled and tuned in the first
-        step(model, optimizer, number, scope)
+        step(model, optimizer, number)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        results = [step(model, optimizer, number, scope) for number in (3, 4)]
+        results = [step(model, optimizer, number) for number in (3, 4)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     losses = [result.numbers[0].item() for result in results]
@@ -140,7 +140,7 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
                     r.frozen = True
             batches = _batches(number)
             result = take_step(
-                model, optimizer, batches, router(0.01, 0.001, "micro"), step=number,
+                model, optimizer, batches, step=number,
                 lr=0.01 / number, device=CUDA, launch=graph.run if captured else launch_now,
             )  # fmt: skip
             numbers.append(result.numbers.tolist())

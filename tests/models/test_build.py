@@ -14,8 +14,7 @@ from models.execution import apply_checkpointing, compile_blocks
 from models.first_weights import FirstWeights
 from models.generate import generate
 from models.transformer import Decoder
-from moe.control import RouterControl
-from moe.top_k import TopKSchedule
+from moe.config import RouterConfig
 from tests.models.tiny import CASES, next_tokens, tiny_config, tokens
 
 
@@ -257,12 +256,18 @@ def test_compiled_blocks_do_not_recompile_for_documents(mode: str, backend: str)
 def test_every_change_of_the_routing_may_be_compiled() -> None:
     """Training, the counting pass and evaluation, for each; past the limit PyTorch goes on slowly
     without a word of ours."""
-    schedule = TopKSchedule("linear", start=6, end=2, ramp_steps=30, soft=True)
-    control = RouterControl(top_k=schedule, freeze_at=31, ema=0.9, ema_until=40)
-    assert control.changes == 4 + 1 + 2, "each K, the end of fading, frozen, no average"
+    router = RouterConfig(
+        top_k={"kind": "linear", "start": 6, "over": 0.5, "soft": True},
+        selection={"kind": "ema", "decay": 0.9},
+        freeze_at=31,
+        end_steps=20,
+    )
     config = tiny_config("mixtral", num_hidden_layers=1, num_experts=8, num_experts_per_tok=2)
     with torch._dynamo.config.patch(recompile_limit=8):  # monkeypatch's undo would delete it
-        compile_blocks(build_model(config, control=control), changes=control.changes)
+        model = build_model(config, router=router, steps=60)
+        changes = model.layers[0].moe.router.changes
+        assert changes == 4 + 1 + 2, "each K, the end of fading, frozen, no average"
+        compile_blocks(model, changes=changes)
         assert torch._dynamo.config.recompile_limit == 8 + 3 * 7
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe import MoE, MoEConfig
+from moe import MoE, MoEConfig, RouterConfig
 
 # every (score, norm) that a router accepts
 FORMS = [
@@ -22,10 +22,18 @@ FORMS = [
 ]
 
 
+def layer_config(**fields) -> MoEConfig:
+    """Of a small layer; fields of a `RouterConfig` are its router's, which has no bias unless one
+    is given."""
+    sizes = {"hidden_size": 6, "expert_size": 5, "num_experts": 7, "num_experts_per_tok": 2}
+    keys = RouterConfig.model_fields.keys() - {"score"}
+    router = {"bias": None} | {key: fields.pop(key) for key in keys & fields.keys()}
+    return MoEConfig(**{**sizes, "router": RouterConfig(**router), **fields})
+
+
 def make_layer(dtype: torch.dtype = torch.float64, **fields) -> MoE:
     """A small layer with weights large enough that no term is lost in rounding."""
-    sizes = {"hidden_size": 6, "expert_size": 5, "num_experts": 7, "num_experts_per_tok": 2}
-    layer = MoE(MoEConfig(**{**sizes, "init_std": 0.5, **fields}))
+    layer = MoE(layer_config(**{"init_std": 0.5, **fields}))
     return layer.to(dtype)
 
 

@@ -7,8 +7,8 @@ from moe import (
     RouterStats,
     RoutingTrace,
     attach_loss,
-    auxiliary_loss,
     balance_loss,
+    router_losses,
     sequence_loss,
     z_loss,
 )
@@ -31,7 +31,12 @@ def test_worked_values():
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_uniform_probabilities_score_one_for_every_k(k):
-    layer = logits_layer(num_experts=4, num_experts_per_tok=k, norm="none", sequence_stats=True)
+    layer = logits_layer(
+        num_experts=4,
+        num_experts_per_tok=k,
+        norm="none",
+        balance={"kind": "sequence"},
+    )
     _, stats = layer(torch.zeros(2, 6, 4))
     assert balance_loss(stats).item() == pytest.approx(1.0)
     assert sequence_loss(stats).item() == pytest.approx(1.0)
@@ -66,7 +71,7 @@ def test_balance_gradient_by_hand(score):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_gradients_by_finite_differences(score):
-    layer = make_layer(score=score, sequence_stats=True)
+    layer = make_layer(score=score, balance={"kind": "sequence"})
     x = torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
     trace = RoutingTrace(layer)
     with trace.record():
@@ -109,25 +114,31 @@ def test_padding_does_not_enter_the_z_loss():
 
 
 def test_padding_does_not_enter_the_sequence_loss():
-    layer = make_layer(sequence_stats=True)
+    layer = make_layer(balance={"kind": "sequence"})
     x = torch.randn(3, 7, 6, dtype=torch.float64)
     valid = (torch.arange(7) < 4).expand(3, 7)
     right = sequence_loss(layer(x[:, :4])[1])
     torch.testing.assert_close(sequence_loss(layer(x, valid)[1]), right)
 
 
-def total(stats: RouterStats, step_tokens, counts_E=None) -> torch.Tensor:
-    return auxiliary_loss(
-        stats, step_tokens=step_tokens, balance_coef=0.5, z_coef=0.1, sequence_coef=0.2,
-        counts_E=counts_E,
-    )  # fmt: skip
+def total(layer, stats: RouterStats, step_tokens, counts_E=None) -> torch.Tensor:
+    load_LE = None if counts_E is None else counts_E[None]
+    return router_losses([layer.router], RouterStats.stack([stats]), step_tokens, load_LE)[0]
 
 
-def test_no_valid_token_gives_zero():
-    layer = make_layer(sequence_stats=True)
+KINDS = ("global", "sequence")
+
+
+def balanced(kind: str, coef: float = 0.5, z_coef: float = 0.1, **fields):
+    return make_layer(balance={"kind": kind, "coef": coef}, z_coef=z_coef, **fields)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_valid_token_gives_zero(kind):
+    layer = balanced(kind)
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
     _, stats = layer(x, torch.zeros(2, 3, dtype=torch.bool))
-    value = total(stats, 4)
+    value = total(layer, stats, 4)
     assert value.item() == 0
     assert balance_loss(stats).item() == z_loss(stats).item() == sequence_loss(stats).item() == 0
     value.backward()
@@ -143,20 +154,21 @@ def router_gradient(layer, parts, valids, counts_E=None) -> tuple[float, torch.T
     step_tokens = sum(int(valid.sum()) for valid in valids)
     value = 0.0
     for x, valid in zip(parts, valids):
-        loss = total(layer(x, valid)[1], step_tokens, counts_E)
+        loss = total(layer, layer(x, valid)[1], step_tokens, counts_E)
         loss.backward()
         value += loss.item()
     return value, layer.router.weight.grad.clone()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [1, 2, 4, 8])
-def test_the_step_does_not_depend_on_accumulation(pieces):
+def test_the_step_does_not_depend_on_accumulation(kind, pieces):
     """Eight rows with unequal numbers of valid tokens, cut into 1 to 8 micro-batches.
 
     With the load of the whole step ("global") and with that of each sequence, value and gradient
     are those of the whole batch.
     """
-    layer = make_layer(sequence_stats=True)
+    layer = balanced(kind)
     x = torch.randn(8, 5, 6, dtype=torch.float64)
     valid = torch.arange(5) < torch.tensor([5, 1, 3, 5, 2, 4, 5, 1])[:, None]
     counts_E = layer(x, valid)[1].counts_E
@@ -167,66 +179,71 @@ def test_the_step_does_not_depend_on_accumulation(pieces):
 
 
 def test_micro_scope_is_the_token_weighted_mean_of_micro_losses():
-    layer = make_layer()
+    layer = balanced("micro", z_coef=0.0)
     x = torch.randn(30, 6, dtype=torch.float64)
     parts = x.split([10, 20])
-    step = sum(
-        auxiliary_loss(layer(part)[1], step_tokens=30, balance_coef=0.5).item() for part in parts
-    )
+    step = sum(total(layer, layer(part)[1], 30).item() for part in parts)
     losses = [balance_loss(layer(part)[1]).item() for part in parts]
     assert step == pytest.approx(0.5 * (10 * losses[0] + 20 * losses[1]) / 30)
 
 
 def test_local_and_global_scope_of_two_ranks():
     """Rank 0 sends all to expert 0, rank 1 all to expert 1: local mean 2.0, global 1.0."""
-    layer = logits_layer(num_experts=2, num_experts_per_tok=1, norm="none")
+    balance = {"kind": "global", "coef": 1.0}
+    layer = logits_layer(
+        num_experts=2, num_experts_per_tok=1, norm="none", balance=balance, z_coef=0.0
+    )
     ranks = [layer(torch.tensor([[40.0, 0]] * 4))[1], layer(torch.tensor([[0, 40.0]] * 4))[1]]
     counts_E = ranks[0].counts_E + ranks[1].counts_E
-    local = [auxiliary_loss(s, step_tokens=8, balance_coef=1.0) for s in ranks]
-    reduced = [auxiliary_loss(s, step_tokens=8, balance_coef=1.0, counts_E=counts_E) for s in ranks]
+    local = [total(layer, s, 8) for s in ranks]
+    reduced = [total(layer, s, 8, counts_E) for s in ranks]
     assert sum(local).item() == pytest.approx(2.0)
     assert sum(reduced).item() == pytest.approx(1.0)
 
 
 def test_sequence_loss_is_the_mean_over_sequences():
-    layer = make_layer(sequence_stats=True)
+    layer = make_layer(balance={"kind": "sequence"})
     x = torch.randn(4, 9, 6, dtype=torch.float64)
     alone = torch.stack([balance_loss(layer(row)[1]) for row in x])
     torch.testing.assert_close(sequence_loss(layer(x)[1]), alone.mean())
     assert sequence_loss(layer(x)[1]) > balance_loss(layer(x)[1])  # balance inside a row is harder
 
 
-def test_layers_are_summed():
-    layer = make_layer(sequence_stats=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_is_the_mean_over_layers(kind):
+    layer = balanced(kind)
     x = torch.randn(2, 9, 6, dtype=torch.float64)
     _, stats = layer(x)
     both = RouterStats.stack([stats, stats])
-    assert total(both, 18).item() == pytest.approx(2 * total(stats, 18).item())
-    right = 0.5 * balance_loss(stats) + 0.1 * z_loss(stats) + 0.2 * sequence_loss(stats)
-    assert total(stats, 18).item() == pytest.approx(right.item())
+    loss, values = router_losses([layer.router] * 2, both, 18)
+    balance = balance_loss(stats) if kind == "global" else sequence_loss(stats)
+    assert loss.item() == pytest.approx((0.5 * balance + 0.1 * z_loss(stats)).item())
+    assert layer.loss(stats).item() == pytest.approx(loss.item())
+    assert [v.item() for v in values] == pytest.approx([balance.item(), z_loss(stats).item()])
     counts_LE = torch.stack([stats.counts_E, stats.counts_E.flip(0)])
     assert balance_loss(both, counts_LE).shape == (2,)
 
 
 def test_coefficient_zero_is_nothing():
-    _, stats = make_layer()(torch.randn(5, 6, dtype=torch.float64))
-    assert not auxiliary_loss(stats, step_tokens=5).requires_grad
+    layer = make_layer(balance=None, z_coef=0.0)
+    _, stats = layer(torch.randn(5, 6, dtype=torch.float64))
+    assert not layer.loss(stats).requires_grad
 
 
 # ------------------------------------------------------------------------------ attach
 
 
 def test_attach_leaves_the_value_and_adds_the_gradient():
-    layer = make_layer()
+    layer = balanced("global", 0.3)
     x = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     inputs = [x, layer.router.weight, layer.w1]
 
     y, stats = layer(x)
-    aux = auxiliary_loss(stats, step_tokens=11, balance_coef=0.3, z_coef=0.1)
+    aux = layer.loss(stats)
     right = torch.autograd.grad((y * 3.0).sum() + aux, inputs)
 
     y, stats = layer(x)
-    aux = auxiliary_loss(stats, step_tokens=11, balance_coef=0.3, z_coef=0.1)
+    aux = layer.loss(stats)
     attached = attach_loss(y, aux)
     assert torch.equal(attached, y)
     # the factor 3 reaches y's gradient and not that of aux

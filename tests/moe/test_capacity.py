@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from moe import MoE, RoutingTrace, balance_loss
-from moe.capacity import ranks
-from moe.control import RouterControl, begin_step
-from moe.rounding import RoundingConfig
+from moe.control import begin_step
 from moe.routing import Routing
+from moe.rules.capacity import ranks
 from tests.moe.oracle import check_gradients, expert_by_hand, logits_layer, make_layer
 
 
 def limited(capacity: float, drop: str = "probability", dtype=torch.float64, **fields) -> MoE:
-    control = RouterControl(capacity=capacity, capacity_drop=drop)
-    return make_layer(dtype, control=control, **fields)
+    return make_layer(dtype, capacity={"factor": capacity, "drop": drop}, **fields)
 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
@@ -23,7 +21,7 @@ def test_the_right_tokens_are_dropped(drop):
     layer = limited(1.0, drop)
     x = torch.randn(35, 6, dtype=torch.float64)
     y, stats = layer(x)
-    gating = layer.router(x)
+    gating = layer.router(x).gating
     limit = math.ceil(35 * 2 / 7)
     right = torch.zeros_like(y)
     for e in range(7):
@@ -68,18 +66,18 @@ def test_evaluation_drops_nothing_and_the_limit_ends():
     assert not torch.equal(layer(x)[0], right)
     assert torch.equal(layer.eval()(x)[0], right)
     layer.train()
-    ends = make_layer(control=RouterControl(capacity=1.0, capacity_until=4))
+    ends = make_layer(capacity={"factor": 1.0}, end_steps=4, steps=9)
     ends.load_state_dict(layer.state_dict())
-    assert begin_step(ends, 4) == []
+    assert begin_step(ends, 5) == []
     assert torch.equal(ends(x)[0], layer(x)[0])
-    assert begin_step(ends, 5) == ["no expert drops tokens from now on"]
+    assert begin_step(ends, 6) == ["no expert drops tokens from now on"]
     assert torch.equal(ends(x)[0], right)
 
 
 def test_limits_by_hand():
     """ceil(1.25 * 64 / 4) of float32 arithmetic must not become 21."""
-    layer = logits_layer(num_experts=4, num_experts_per_tok=1, norm="none",
-                         control=RouterControl(capacity=1.25))  # fmt: skip
+    sizes = {"num_experts": 4, "num_experts_per_tok": 1}
+    layer = logits_layer(**sizes, norm="none", capacity={"factor": 1.25})
     logits = torch.zeros(64, 4)
     logits[:, 0] = torch.linspace(1, 2, 64)
     _, stats = layer(logits)
@@ -105,7 +103,7 @@ def test_a_trace_keeps_choice_and_drops_apart(gates):
     trace = RoutingTrace(layer, gate_dtype=torch.float64)
     with trace.record():
         y, stats = layer(x)
-    layer.router.capacity = None  # what was dropped stays dropped
+    layer.router.rules.capacity.limited = False  # what was dropped stays dropped
     with trace.replay(gates=gates):
         again, again_stats = layer(x)
     torch.testing.assert_close(again, y)
@@ -117,13 +115,16 @@ def test_a_trace_keeps_choice_and_drops_apart(gates):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"capacity": 0.0}, "capacity=0.0 must be a finite number above 0"),
-        ({"capacity": 3.5}, "capacity=3.5 has no effect: no expert can get more than 3.5 times"),
-        ({"capacity_drop": "random"}, "capacity_drop='random' is unknown"),
-        ({"rounding": RoundingConfig()}, "and rounding both decide"),
+        ({"factor": 0.0}, "greater than 0"),
+        ({"factor": 3.5}, "factor=3.5 has no effect: no expert can get more than 3.5 times"),
+        ({"factor": 1.0, "drop": "random"}, "'probability' or 'position'"),
     ],
 )
 def test_refusals(fields, message):
-    rounding = fields.pop("rounding", None)
     with pytest.raises(ValueError, match=message):
-        make_layer(control=RouterControl(**{"capacity": 1.0, **fields}), rounding=rounding)
+        make_layer(capacity=fields)
+
+
+def test_rounding_is_refused_beside_it():
+    with pytest.raises(ValueError, match="both decide how many tokens"):
+        make_layer(capacity={"factor": 1.0}, rounding={"to": "nearest"})

@@ -9,22 +9,25 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe import MoE, RouterStats
-from moe.balance import quantiles
-from moe.control import RouterControl, begin_step, needs_update, next_bias, update_routers
+from moe import MoE, RouterConfig, RouterStats
+from moe.config import BIASES
+from moe.control import begin_step, needs_update, update_routers
 from moe.metrics import layer_metrics
-from moe.router import selection_keys
+from moe.rules.quantile_bias import quantiles
+from moe.scores import selection_keys
+from moe.types import Form
 from tests.moe.oracle import logits_layer, make_layer
 
 
 def biased(dtype: torch.dtype = torch.float32, **fields) -> MoE:
-    """A layer with a selection bias; `update=…` and the like are fields of its control."""
-    settings = {"bias_update": "quantile"}
-    for name in list(fields):
-        if name in RouterControl.__dataclass_fields__:
-            settings[name] = fields.pop(name)
-    fields = {"score": "sigmoid", "selection_bias": True, **fields}
-    return make_layer(dtype, control=RouterControl(**settings), **fields)
+    """A layer with a rule for its selection bias."""
+    return make_layer(dtype, **{"score": "sigmoid", "bias": {"kind": "quantile"}, **fields})
+
+
+def next_bias(bias_LE: torch.Tensor, stats: RouterStats, **settings) -> torch.Tensor:
+    """By the rule with these settings."""
+    rule = BIASES[settings["kind"]](**settings).build(Form(6, bias_LE.shape[1], 2))
+    return type(rule).next_bias([rule], bias_LE, stats)
 
 
 def stats_of(counts, quantile=None) -> RouterStats:
@@ -56,8 +59,9 @@ def stats_of(counts, quantile=None) -> RouterStats:
     ],
 )
 def test_rules_by_rate(update, right):
-    control = RouterControl(bias_update=update, bias_rate=1e-3, min_load=0.5)
-    new = next_bias(torch.zeros(1, 4), stats_of([10, 4, 4, 2]), control)
+    settings = {"below": 0.5} if update == "min_load" else {}
+    stats = stats_of([10, 4, 4, 2])
+    new = next_bias(torch.zeros(1, 4), stats, kind=update, rate=1e-3, **settings)
     torch.testing.assert_close(new, torch.tensor([right]), rtol=1e-4, atol=1e-9)
     assert new.mean().abs() < 1e-9
 
@@ -78,7 +82,7 @@ def test_quantile_worked():
         counts.append(torch.bincount(first, minlength=3).tolist())
         found.append(quantiles(SCORES, key, 1))
         stats = stats_of(counts[-1], found[-1].tolist())
-        bias = next_bias(bias[None], stats, RouterControl(bias_update="quantile"))[0]
+        bias = next_bias(bias[None], stats, kind="quantile")[0]
     torch.testing.assert_close(found[0], torch.tensor([0.3, 0, 0]))
     torch.testing.assert_close(bias, torch.tensor([-0.2, 0.1, 0.1]))
     assert counts == [[6, 0, 0], [3, 2, 1], [3, 2, 1]]
@@ -89,8 +93,8 @@ def test_quantile_targets_and_old_bias():
     wanted = quantiles(SCORES, SCORES, 1, (3.0, 2.0, 1.0))
     ranked = torch.sort(SCORES - SCORES.topk(2).values[:, 1:], dim=0, descending=True).values
     assert wanted.tolist() == [ranked[3, 0], ranked[2, 1], ranked[1, 2]]
-    control = RouterControl(bias_update="quantile", bias_ema=0.5)
-    new = next_bias(torch.tensor([[0.2, 0.0, -0.2]]), stats_of([6, 0, 0], [0.3, 0, 0]), control)
+    old, stats = torch.tensor([[0.2, 0.0, -0.2]]), stats_of([6, 0, 0], [0.3, 0, 0])
+    new = next_bias(old, stats, kind="quantile", ema=0.5)
     torch.testing.assert_close(new, torch.tensor([[0.0, 0.05, -0.05]]))
 
 
@@ -103,33 +107,36 @@ def test_quantile_of_padding_groups_and_masked_experts():
     valid = torch.arange(13).expand(3, 13) < 9
     torch.testing.assert_close(layer(padded, valid)[1].quantile_sum_E, plain.quantile_sum_E)
     masked = logits_layer(
-        num_experts=4, num_experts_per_tok=1, score="sigmoid", norm="none", selection_bias=True,
-        control=RouterControl(bias_update="quantile"),
-    )  # fmt: skip
+        num_experts=4,
+        num_experts_per_tok=1,
+        score="sigmoid",
+        norm="none",
+        bias={"kind": "quantile"},
+    )
     logits = torch.randn(20, 4)
     logits[:, 2] = -torch.inf
     assert masked(torch.zeros(0, 4))[1].quantile_sum_E.tolist() == [0, 0, 0, 0]
-    gating = masked.router.choose(logits)
+    gating, _ = masked.router.choose(logits)
     assert gating.counts_E[2] == 0
-    score_TE, key_TE = selection_keys(x.view(-1, 8) @ layer.router.weight.T, layer.config, zero_E)
-    chosen_TK = layer.router(x.view(-1, 8)).expert_TK.long()
+    score_TE, key_TE = selection_keys(
+        x.view(-1, 8) @ layer.router.weight.T, layer.config.form, zero_E
+    )
+    chosen_TK = layer.router(x.view(-1, 8)).gating.expert_TK.long()
     assert torch.equal(key_TE.topk(2).indices, chosen_TK), "the keys are those that chose"
     assert ((key_TE > -torch.inf).sum(dim=1) == 4).all() and (score_TE > 0).all()
-    keys = selection_keys(logits, masked.config, masked.router.selection_bias)
+    keys = selection_keys(logits, masked.config.form, masked.router.selection_bias)
     assert torch.isfinite(quantiles(*keys, 1)).all()
 
 
 # ------------------------------------------------------------------------------------ simulation
 
 
-def simulate(update: str, steps: int, rate: float = 1e-3, **fields) -> list[float]:
+def simulate(steps: int, **bias) -> list[float]:
     """Max violation over fresh batches of one distribution, started badly out of balance."""
     E, T = 64, 8192
     torch.manual_seed(0)
-    control = RouterControl(bias_update=update, bias_rate=rate, **fields)
-    layer = logits_layer(
-        num_experts=E, num_experts_per_tok=8, score="sigmoid", selection_bias=True, control=control
-    )
+    router = RouterConfig(bias=bias)
+    layer = logits_layer(num_experts=E, num_experts_per_tok=8, score="sigmoid", router=router)
     offset_E = 0.55 * torch.randn(E)
     found = []
     for step in range(1, steps + 1):
@@ -142,18 +149,18 @@ def simulate(update: str, steps: int, rate: float = 1e-3, **fields) -> list[floa
 
 @torch.no_grad()
 def test_quantile_balances_within_ten_steps():
-    found = simulate("quantile", 10)
+    found = simulate(10, kind="quantile")
     assert found[0] > 4.0
     assert max(found[3:]) < 0.2
 
 
 @torch.no_grad()
 def test_rates_balance_slowly_and_the_opposite_sign_grows(monkeypatch):
-    right = simulate("sign", 10, rate=1e-2)
+    right = simulate(10, kind="sign", rate=1e-2)
     assert right[-1] < right[0] - 1
     real = torch.Tensor.sign
     monkeypatch.setattr(torch.Tensor, "sign", lambda tensor: -real(tensor))
-    wrong = simulate("sign", 10, rate=1e-2)
+    wrong = simulate(10, kind="sign", rate=1e-2)
     assert wrong[0] == right[0]
     assert wrong[-1] > wrong[0] + 0.2
 
@@ -163,7 +170,7 @@ def test_rates_balance_slowly_and_the_opposite_sign_grows(monkeypatch):
 
 def test_forwards_evaluation_and_recomputation_leave_the_state_alone():
     """pytorch/torchtitan#4148: evaluation must not reach the next update."""
-    layer = biased(ema=0.9, keep_load=True)
+    layer = biased(selection={"kind": "ema", "decay": 0.9}, balance={"kind": "lagged"})
     x = torch.randn(4, 8, 6)
     before = copy.deepcopy(dict(layer.named_buffers()))
     stats = layer(x)[1]
@@ -183,7 +190,7 @@ def test_evaluation_between_two_steps_leaves_no_trace():
     biases = []
     for evaluations in (0, 2):
         torch.manual_seed(5)
-        layer = biased(bias_update="sign", bias_rate=0.1)
+        layer = biased(bias={"kind": "sign", "rate": 0.1})
         batches = torch.randn(2, 40, 6)
         for step, x in enumerate(batches, 1):
             update_routers(layer, layer(x)[1], step=step)
@@ -197,7 +204,7 @@ def test_evaluation_between_two_steps_leaves_no_trace():
 
 
 def test_a_skipped_step_changes_no_bit_even_with_statistics_that_are_not_finite():
-    layer = biased(ema=0.5, keep_load=True)
+    layer = biased(selection={"kind": "ema", "decay": 0.5}, balance={"kind": "lagged"})
     update_routers(layer, layer(torch.randn(50, 6))[1], step=1)
     before = copy.deepcopy(dict(layer.named_buffers()))
     assert before["router.selection_bias"].abs().max() > 0
@@ -214,7 +221,7 @@ def test_a_skipped_step_changes_no_bit_even_with_statistics_that_are_not_finite(
 
 def test_a_layer_without_update_does_not_stop_the_others():
     """pytorch/torchtitan#3686."""
-    layers = nn.ModuleList([biased(), biased(bias_update="none"), biased()])
+    layers = nn.ModuleList([biased(), biased(bias=None, selection_bias=True), biased()])
     assert needs_update(layers)
     stats = RouterStats.stack([layer(torch.randn(60, 6))[1] for layer in layers])
     update_routers(layers, stats, step=1)
@@ -233,7 +240,8 @@ def test_a_layer_without_update_does_not_stop_the_others():
 def test_sums_over_micro_batches_and_ranks_make_the_update():
     """The load's rules see one large batch; quantile takes the mean of the parts' thresholds."""
     for update in ("sign", "min_load", "quantile"):
-        layer = biased(bias_update=update, bias_rate=0.1)
+        settings = {"kind": update} | ({} if update == "quantile" else {"rate": 0.1})
+        layer = biased(bias=settings)
         x = torch.randn(40, 6)
         whole, parts = layer(x)[1], [layer(part)[1] for part in x.split([10, 30])]
         update_routers(layer, parts[0].plus(parts[1]), step=1)
@@ -241,20 +249,21 @@ def test_sums_over_micro_batches_and_ranks_make_the_update():
             mean = -(10 * parts[0].quantile_sum_E / 10 + 30 * parts[1].quantile_sum_E / 30) / 40
             right = mean - mean.mean()
         else:
-            right = next_bias(torch.zeros(1, 7), RouterStats.stack([whole]), layer.config.control)[
-                0
-            ]
+            right = next_bias(torch.zeros(1, 7), RouterStats.stack([whole]), **settings)[0]
         torch.testing.assert_close(layer.router.selection_bias, right, msg=update)
 
 
 def test_state_survives_casts_and_loading_bit_for_bit():
     """NVIDIA/Megatron-LM#1482: a bias of 0.5 does not feel steps of 0.001 in bfloat16."""
-    layer = biased(bias_update="sign", ema=0.9, keep_load=True)
+    kept = {"bias": {"kind": "sign"}, "balance": {"kind": "lagged"}}
+    kept["selection"] = {"kind": "ema", "decay": 0.9}
+    layer = biased(**kept)
     update_routers(layer, layer(torch.randn(50, 6))[1], step=1)
     before = copy.deepcopy(dict(layer.named_buffers()))
-    assert set(before) == {"router.selection_bias", "router.load_E", "router.weight_ema"}
+    rules = {"router.rules.balance.load_E", "router.rules.selection.weight_ema"}
+    assert set(before) == {"router.selection_bias", *rules}
     layer = layer.to(torch.bfloat16)
-    other = biased(bias_update="sign", ema=0.9, keep_load=True).to(torch.bfloat16)
+    other = biased(**kept).to(torch.bfloat16)
     other.load_state_dict(layer.state_dict(), assign=True)
     for name, buffer in other.named_buffers():
         assert buffer.dtype == torch.float32
@@ -266,7 +275,7 @@ def test_state_survives_casts_and_loading_bit_for_bit():
         assert torch.equal(a, b), name
     rounded = {n: t.bfloat16() if n in before else t for n, t in layer.state_dict().items()}
     other.load_state_dict(rounded, assign=True)
-    assert other.router.weight_ema.dtype == torch.float32
+    assert other.router.rules.selection.weight_ema.dtype == torch.float32
     with torch.no_grad():
         layer.router.selection_bias.fill_(0.5)
     for step in range(100):
@@ -275,7 +284,8 @@ def test_state_survives_casts_and_loading_bit_for_bit():
 
 
 def test_freezing_and_annealing_the_bias():
-    layer = biased(bias_update="sign", bias_rate=0.1, bias_freeze_at=3, bias_anneal=(5, 8))
+    bias = {"kind": "sign", "rate": 0.1, "freeze_at": 3}
+    layer = biased(bias=bias, end_steps=3, steps=11)
     seen = []
     for step in range(1, 11):
         update_routers(layer, stats_of([9, 1, 1, 1, 1, 1, 1]), step=step)
@@ -286,24 +296,24 @@ def test_freezing_and_annealing_the_bias():
 
 
 def test_the_load_of_the_step_is_kept():
-    layer = make_layer(torch.float32, control=RouterControl(keep_load=True))
+    layer = make_layer(torch.float32, balance={"kind": "lagged"})
     stats = layer(torch.randn(30, 6))[1]
     update_routers(layer, stats, step=1)
-    assert layer.router.load_E.tolist() == stats.counts_E.tolist()
+    assert layer.router.rules.balance.load_E.tolist() == stats.counts_E.tolist()
 
 
 # --------------------------------------------------------------------------- average of the weight
 
 
 def test_the_average_selects_and_the_weight_gates():
-    layer = make_layer(control=RouterControl(ema=0.9))
+    layer = make_layer(selection={"kind": "ema", "decay": 0.9})
     plain = make_layer()
     x = torch.randn(40, 6, dtype=torch.float64)
     plain.load_state_dict(layer.state_dict(), strict=False)
-    chosen = plain.router(x).expert_TK
+    chosen = plain.router(x).gating.expert_TK
     with torch.no_grad():
         layer.router.weight.add_(torch.randn_like(layer.router.weight))
-    found = layer.router(x)
+    found = layer.router(x).gating
     assert torch.equal(found.expert_TK, chosen)
     z = x @ layer.router.weight.T
     gates = torch.softmax(z.gather(1, chosen.long()), dim=1)
@@ -319,10 +329,9 @@ def test_the_average_selects_and_the_weight_gates():
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_decay_zero_is_plain_routing_bit_for_bit(score):
-    bias = {"score": score, "selection_bias": True}
     layer, plain = (
-        make_layer(torch.float32, control=RouterControl(ema=0.0), **bias),
-        make_layer(torch.float32, **bias),
+        biased(score=score, bias=None, selection_bias=True, selection=selection)
+        for selection in ({"kind": "ema", "decay": 0.0}, None)
     )
     x = torch.randn(40, 6)
     for step in range(1, 3):
@@ -341,22 +350,23 @@ def test_decay_zero_is_plain_routing_bit_for_bit(score):
 
 
 def test_the_average_follows_a_weight_that_stands_still():
-    layer = make_layer(torch.float32, control=RouterControl(ema=0.5))
+    layer = make_layer(torch.float32, selection={"kind": "ema", "decay": 0.5})
     start = layer.router.weight.detach().clone()
     with torch.no_grad():
         layer.router.weight.add_(1.0)
     for step in range(1, 5):
         update_routers(layer, layer(torch.randn(9, 6))[1], step=step)
-        torch.testing.assert_close(layer.router.weight_ema, start + 1 - 0.5**step)
+        torch.testing.assert_close(layer.router.rules.selection.weight_ema, start + 1 - 0.5**step)
 
 
 def test_the_average_selects_until_the_step_that_is_said():
-    layer = make_layer(torch.float32, control=RouterControl(ema=0.9, ema_until=3))
-    said = [begin_step(layer, step) for step in range(1, 6)]
-    assert [len(lines) for lines in said] == [0, 0, 0, 1, 0]
-    assert not layer.router.select_by_ema
+    router = RouterConfig(selection={"kind": "ema", "decay": 0.9}, end_steps=3)
+    layer = make_layer(torch.float32, router=router, steps=7)
+    said = [begin_step(layer, step) for step in range(1, 7)]
+    assert [len(lines) for lines in said] == [0, 0, 0, 0, 1, 0]
+    assert not layer.router.rules.selection.selecting
     begin_step(layer, 2)  # as after a restart
-    assert layer.router.select_by_ema
+    assert layer.router.rules.selection.selecting
 
 
 # ----------------------------------------------------------------------------------- refusals
@@ -365,35 +375,28 @@ def test_the_average_selects_until_the_step_that_is_said():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bias_update": "up"}, "bias_update='up' is unknown; allowed: none, sign"),
-        ({"bias_rate": 0.0}, "bias_rate=0.0 must be a finite number above 0"),
-        ({"bias_ema": 1.0}, "bias_ema=1.0 must be at least 0 and below 1"),
-        ({"ema": -0.1}, "ema=-0.1 must be at least 0 and below 1"),
-        ({"bias_targets": (1.0, 0.0)}, "must be finite and above 0"),
-        ({"bias_anneal": (5, 5)}, "must be two steps, the first before the second"),
-        ({"selection_bias": False}, "needs selection_bias=True"),
         ({"num_experts_per_tok": 7}, "every token takes all 7 experts"),
-        ({"bias_targets": (1.0,) * 6}, "has 6 values for 7 experts"),
-        ({"bias_targets": (9.0, *[1.0] * 6)}, "may be at most 1/2 of the sum, got 0.6"),
+        ({"bias": {"kind": "sign", "freeze_at": 1}}, "freeze_at=1 never lets the bias move"),
+        (
+            {
+                "bias": {"kind": "sign"},
+                "balance": {"load": "flops"},
+                "expert_size": 9,
+                "expert_widths": (1, *[9] * 6),
+            },
+            "may be at most 1/2 of all, got 0.6",
+        ),
+        (
+            {"balance": {"load": "flops"}},
+            "router.balance.load=.flops. needs model.moe_expert_widths",
+        ),
+        ({"end_steps": 3}, "steps=None: router.end_steps"),
+        ({"end_steps": 3, "steps": 6}, "router.end_steps=3 must be less than half of the run"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(fields, message):
     with pytest.raises(ValueError, match=message):
         biased(**fields)
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("sample_until", "with sample_temperature=0"),
-        ("ema_until", "without control.ema"),
-        ("families_until", "with families=False"),
-        ("capacity_until", "without control.capacity"),
-    ],
-)
-def test_a_last_step_of_what_never_acts_is_refused(name, why):
-    with pytest.raises(ValueError, match=f"control.{name}=3 has no effect {why}.*; allowed: None"):
-        make_layer(control=RouterControl(**{name: 3}))
 
 
 def test_a_plain_layer_needs_no_update():

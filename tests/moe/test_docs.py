@@ -8,6 +8,7 @@ import torch
 
 import moe
 import moe.sparse
+from moe import config
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -49,16 +50,18 @@ def test_c15_the_layer_of_the_readme_trains_with_balance():
 
 def test_c15_the_loss_of_stacked_statistics_is_that_of_all_layers():
     torch.manual_seed(0)
-    layer = moe.MoE(moe.MoEConfig(8, 4, 4, 2, init_std=0.5))
+    router = moe.RouterConfig(balance={"coef": 0.5}, z_coef=0.25)
+    layer = moe.MoE(moe.MoEConfig(8, 4, 4, 2, init_std=0.5, router=router))
     valid = torch.arange(20).view(2, 10) < 13
     stats = [layer(torch.randn(2, 10, 8), valid)[1] for _ in range(2)]
-    total = moe.RouterStats.stack(stats).loss(balance_coef=0.5, z_coef=0.25)
+    both = moe.RouterStats.stack(stats)
+    total, _ = moe.router_losses([layer.router] * 2, both, both.tokens[0])
     assert total.shape == ()
-    torch.testing.assert_close(total, sum(s.loss(balance_coef=0.5, z_coef=0.25) for s in stats))
+    torch.testing.assert_close(2 * total, sum(layer.loss(s) for s in stats))
     want = sum(0.5 * moe.balance_loss(s) + 0.25 * moe.z_loss(s) for s in stats)
-    torch.testing.assert_close(total, want)
+    torch.testing.assert_close(2 * total, want)
     _, empty = layer(torch.randn(0, 8))
-    assert empty.loss().isfinite()
+    assert layer.loss(empty).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -68,3 +71,26 @@ def test_every_public_name_is_explained(pages, package):
     text = "".join((DOCS / page).read_text() for page in pages)
     missing = [name for name in package.__all__ if name not in text]
     assert missing == []
+
+
+def test_every_rule_has_its_line_in_the_table():
+    """The line stands beside the rule, in moe/rules; docs/routing.md repeats it."""
+    options = {
+        "balance": config.BALANCES,
+        "bias": config.BIASES,
+        "rounding": {"": config.Rounding},
+        "top_k": config.TOP_KS,
+        "selection": config.SELECTIONS,
+        "logits": config.LOGITS,
+        "noise": config.NOISES,
+        "capacity": {"": config.Capacity},
+        "gradient": config.GRADIENTS,
+    }
+    lines = []
+    for option, table in options.items():
+        for kind, rule in table.items():
+            name = f"{option}: {kind}" if kind else option
+            touch, cost, runs = rule.line
+            lines.append(f"| `{name}` | {touch} | {cost} | {rule.export} | {runs} |")
+    page = (DOCS / "routing.md").read_text(encoding="utf-8")
+    assert "\n".join(lines) in page

@@ -9,13 +9,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe import MoE, MoEConfig, balance_loss, z_loss
+from moe import MoE, balance_loss, z_loss
 from moe.experts import experts
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
 from moe.kernels.common.gating import NORMS, SCORES
 from moe.kernels.routing.router_logits import router_logits
 from moe.kernels.routing.routing_metadata import routing_metadata, slots_of_rows
 from moe.kernels.routing.topk_gating import gates_suffice, topk_gating, topk_routing
+from tests.moe.oracle import layer_config
 
 pytestmark = pytest.mark.skipif(
     not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())), reason="needs Triton's kernels"
@@ -50,7 +51,8 @@ def make(monkeypatch):
         return experts(*args, backend="reference", **options)
 
     def layer(**fields) -> MoE:
-        config = MoEConfig(D, N, E, K, kernels="triton", init_std=0.3, **fields)
+        sizes = {"hidden_size": D, "expert_size": N, "num_experts": E, "num_experts_per_tok": K}
+        config = layer_config(**sizes, kernels="triton", init_std=0.3, **fields)
         return MoE(config, device=DEVICE)
 
     if INTERPRET:
@@ -86,10 +88,11 @@ def test_layer_keeps_h_and_three_small_arrays(save, with_losses, make):
 
 
 @pytest.mark.parametrize("fields", [
-    {"score": "sigmoid", "selection_bias": True, "route_scale": 2.5},
-    {"norm": "softmax_topk"}, {"norm": "none"}, {"jitter": 0.1},
+    {"score": "sigmoid", "selection_bias": True, "route_scale": 2.5, "bias": None},
+    {"norm": "softmax_topk"}, {"norm": "none"}, {"noise": {"kind": "jitter", "size": 0.1}},
     {"score": "sqrtsoftplus", "groups": 4, "groups_kept": 2},
-    {"amplitude": True}, {"sequence_stats": True}, {"expert_dropout": 0.2},
+    {"logits": {"kind": "amplitude"}}, {"balance": {"kind": "sequence"}},
+    {"noise": {"kind": "dropout", "probability": 0.2}},
     {"start_experts": 11}, {"start_experts": 11, "families": True},
 ], ids=str)  # fmt: skip
 def test_gradients_are_those_of_a_layer_that_keeps_the_logits(fields, make, monkeypatch):

@@ -5,8 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe import MoE, RouterStats, RoutingTrace, balance_loss, z_loss
-from moe.control import RouterControl
-from moe.rounding import RoundingConfig
+from moe.rules.rounding import Rounding
 from tests.moe.oracle import (
     FORMS,
     check_gradients,
@@ -15,7 +14,7 @@ from tests.moe.oracle import (
     moe_by_hand,
 )
 
-ROUNDING = RoundingConfig(tile=4, min_mean_tiles=1)
+ROUNDING = Rounding(to="nearest", tile=4, min_mean_tiles=1)
 ACTIVATIONS = ["swiglu", "geglu", "reglu", "relu2", "gelu", "silu"]
 
 
@@ -98,7 +97,7 @@ def test_inputs_that_are_not_contiguous():
 
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (0, 3, 6)])
 def test_no_tokens(shape):
-    layer = make_layer(torch.float32, shared_expert_size=3, sequence_stats=True)
+    layer = make_layer(torch.float32, shared_expert_size=3, balance={"kind": "sequence"})
     x = torch.randn(shape, requires_grad=True)
     y, stats = layer(x)
     assert y.shape == shape
@@ -231,7 +230,7 @@ def test_frozen_parts(frozen):
 @pytest.mark.parametrize("content", [0.0, 3.0, float("nan"), float("inf")])
 def test_padding_changes_nothing(content):
     """Outputs, statistics and every gradient, whatever the padding holds."""
-    layer = make_layer(shared_expert_size=3, sequence_stats=True)
+    layer = make_layer(shared_expert_size=3, balance={"kind": "sequence"})
     rows = torch.randn(2, 4, 6, dtype=torch.float64)
     padded = torch.full((2, 7, 6), content, dtype=torch.float64)
     padded[:, :4] = rows
@@ -317,7 +316,7 @@ def test_output_dtype_under_autocast_is_that_of_a_linear_layer():
 
 def test_no_forward_changes_the_layer():
     """Training, evaluation, no_grad and recomputation: parameters and buffers stay bit for bit."""
-    layer = make_layer(torch.float32, score="sigmoid", selection_bias=True)
+    layer = make_layer(torch.float32, score="sigmoid", selection_bias=True, bias=None)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     x = torch.randn(30, 6, requires_grad=True)
     layer(x)
@@ -414,17 +413,29 @@ def test_recomputation_routes_alike_and_counts_once():
 # fields, and whether some tokens are padding
 COMPILED = {
     "plain": ({}, False),
-    "sigmoid": ({"score": "sigmoid", "selection_bias": True, "sequence_stats": True}, True),
+    "sigmoid": (
+        {
+            "score": "sigmoid",
+            "selection_bias": True,
+            "bias": None,
+            "balance": {"kind": "sequence"},
+        },
+        True,
+    ),
     "rounded": ({"rounding": ROUNDING}, False),
     "controlled": (
         {
             "score": "sigmoid",
-            "selection_bias": True,
-            "control": RouterControl(bias_update="quantile", ema=0.5, capacity=1.2),
+            "bias": {"kind": "quantile"},
+            "selection": {"kind": "ema", "decay": 0.5},
+            "capacity": {"factor": 1.2},
         },
         True,
     ),
-    "not_rounded_for_lack_of_tokens": ({"rounding": RoundingConfig()}, True),
+    "not_rounded_for_lack_of_tokens": (
+        {"rounding": Rounding(to="nearest")},
+        True,
+    ),
 }
 
 

@@ -90,7 +90,7 @@ def test_gate_entropy_of_a_layer():
     assert layer_metrics(stats)["router_entropy"].item() == 0
     scaled = make_layer(torch.float32, num_experts_per_tok=2, score="sigmoid", route_scale=2.5)
     x_TD = torch.randn(20, 6)
-    gate_TK = scaled.router(x_TD).gate_TK.detach() / 2.5
+    gate_TK = scaled.router(x_TD).gating.gate_TK.detach() / 2.5
     right = -(gate_TK * gate_TK.log()).sum(dim=1).mean().item()
     _, stats = scaled(x_TD)
     assert layer_metrics(stats)["router_entropy"].item() == pytest.approx(right, rel=1e-5)

@@ -5,10 +5,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from models.execution import run_checkpointed
-from moe.rounding import RoundingConfig
-from moe.router import _left
+from moe.rules.expert_dropout import left
 from tests.moe.oracle import make_layer
 
+DROPOUT = {"kind": "dropout", "probability": 0.1}
 X = torch.randn(200, 6, generator=torch.Generator().manual_seed(1))
 
 
@@ -20,41 +20,49 @@ def run(layer, x=X, seed=0):
     return y.detach(), stats.detach(), layer.router.weight.grad.clone()
 
 
-@pytest.mark.parametrize("name", ["jitter", "expert_dropout"])
-def test_off_and_evaluation_are_plain_routing(name):
-    noisy, off = make_layer(torch.float32, **{name: 0.3}), make_layer(torch.float32, **{name: 0.0})
+@pytest.mark.parametrize(
+    "noise", [{"kind": "jitter", "size": 0.3}, {"kind": "dropout", "probability": 0.3}]
+)
+def test_off_and_evaluation_are_plain_routing(noise):
+    noisy, off = make_layer(torch.float32, noise=noise), make_layer(torch.float32)
     off.load_state_dict(noisy.state_dict())
     assert not torch.equal(run(noisy)[0], run(off)[0])
     assert torch.equal(noisy.eval()(X)[0], off(X)[0])
 
 
 def test_jitter_reaches_the_router_alone():
-    layer = make_layer(torch.float32, jitter=0.01)
+    layer = make_layer(torch.float32, noise={"kind": "jitter", "size": 0.01})
     seen = {}
     real = layer.compute
     layer.compute = lambda x_TD, *rest: seen.update(x=x_TD) or real(x_TD, *rest)
-    noisy = layer.router.jittered(X)
+    noisy = layer.router.rules.noise.input(X)
     layer(X)
     assert torch.equal(seen["x"], X), "the experts see the clean input"
     ratio = noisy / X
     assert 0.99 <= ratio.min() < 0.9905 and 1.0095 < ratio.max() <= 1.01
     assert abs(ratio.mean() - 1) < 5e-4
-    fine = layer.router.jittered(X.bfloat16())
+    fine = layer.router.rules.noise.input(X.bfloat16())
     assert fine.dtype == torch.float32, "noise finer than bfloat16"
 
 
 def test_dropout_masks_restores_and_does_not_rescale():
     p = 0.4
-    layer = make_layer(torch.float32, expert_dropout=p, score="sigmoid", selection_bias=True)
+    layer = make_layer(
+        torch.float32,
+        score="sigmoid",
+        selection_bias=True,
+        bias=None,
+        noise={"kind": "dropout", "probability": p},
+    )
     x = X.repeat(20, 1)
     logits = layer.router.logits(x)
     torch.manual_seed(0)
-    select = layer.router.selection_logits(x, logits)
+    select = layer.router.selection(x, logits)
     out = select == -torch.inf
     assert torch.equal(select[~out], logits[~out])
     assert out.sum(dim=1).max() == 5, "two experts always stay"
-    plain = layer.router.choose(logits)
-    noisy = layer.router.choose(logits, None, select)
+    plain, _ = layer.router.choose(logits)
+    noisy, _ = layer.router.choose(logits, None, select)
     # the best expert stays with probability 1 - p, or when it is restored for lack of others
     kept = (noisy.expert_TK == plain.expert_TK[:, :1]).any(dim=1).float().mean().item()
     all_others = p**6 + 6 * (1 - p) * p**5  # at most one of the other six is left
@@ -69,17 +77,16 @@ def test_dropout_masks_restores_and_does_not_rescale():
 def test_the_best_masked_come_back():
     key = torch.tensor([[5.0, 4, 3, 2], [5, 4, 3, 2], [-5, -4, -3, -2]])
     masked = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 1]]).bool()
-    left = _left(key, masked, 2)
-    assert left.tolist() == [[True, False, False, True], [True, True, False, False],
+    assert left(key, masked, 2).tolist() == [[True, False, False, True], [True, True, False, False],
                              [True, True, False, False]]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"jitter": 0.3},
-        {"expert_dropout": 0.3},
-        {"rounding": RoundingConfig(variant="stochastic", tile=16, min_mean_tiles=1)},
+        {"noise": {"kind": "jitter", "size": 0.3}},
+        {"noise": {"kind": "dropout", "probability": 0.3}},
+        {"rounding": {"to": "stochastic", "tile": 16, "min_mean_tiles": 1}},
     ],
 )
 def test_recomputation_draws_the_same(fields):
@@ -114,13 +121,15 @@ def test_recomputation_draws_the_same(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"jitter": 1.0}, "jitter=1.0 must be at least 0 and below 1"),
-        ({"expert_dropout": -0.1}, "expert_dropout=-0.1 must be at least 0 and below 1"),
-        ({"expert_dropout": 0.1, "num_experts": 8, "groups": 4, "groups_kept": 2},
-         "could leave a kept group with too few"),
-        ({"expert_dropout": 0.1, "num_experts_per_tok": 7}, "takes all 7 experts"),
+        ({"noise": {"kind": "jitter", "size": 1.0}}, "less than 1"),
+        ({"noise": {"kind": "dropout", "probability": -0.1}}, "greater than 0"),
+        (
+            {"num_experts": 8, "groups": 4, "groups_kept": 2, "noise": DROPOUT},
+            "needs experts to choose from in every group",
+        ),
+        ({"num_experts_per_tok": 7, "noise": DROPOUT}, "needs experts to choose from"),
     ],
-)  # fmt: skip
+)
 def test_refusals(fields, message):
     with pytest.raises(ValueError, match=message):
         make_layer(**fields)

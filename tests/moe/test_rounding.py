@@ -5,19 +5,21 @@ import warnings
 import pytest
 import torch
 
-from moe import MoE, MoEConfig
-from moe import rounding as module
+from moe import MoE
 from moe.kernels.common.backend import INTERPRET
 from moe.kernels.routing.token_rounding import VARIANTS
 from moe.kernels.routing.topk_gating import topk_gating
-from moe.rounding import (
-    RoundingConfig,
+from moe.routing import Routing
+from moe.rules import rounding as module
+from moe.rules.rounding import (
+    Rounding,
     dropped_pair_gradient,
     dropped_pairs,
     max_slots,
     round_tokens,
     rounding_applies,
 )
+from tests.moe.oracle import layer_config
 
 triton_only = pytest.mark.skipif(
     not INTERPRET, reason="kernels on a CPU need Triton's interpreter; tests/gpu has the others"
@@ -26,7 +28,8 @@ BACKENDS = ["reference", pytest.param("triton", marks=triton_only)]
 
 
 def setting(**change):
-    return RoundingConfig(**{"tile": 8, "min_mean_tiles": 0.0, "min_tiles": 0, **change})
+    plain = {"to": "nearest", "tile": 8, "min_mean_tiles": 0.0, "min_tiles": 0}
+    return Rounding(**plain | change)
 
 
 def scores(T, E, seed=0):
@@ -52,7 +55,7 @@ def dense(routing, T, E):
 @pytest.mark.parametrize("least", [0, 1])
 def test_guarantees(variant, protect, least):
     T, E, K, M = 96, 7, 2, 8
-    config = setting(variant=variant, protect_top1=protect, min_tiles=least)
+    config = setting(to=variant, protect_top1=protect, min_tiles=least)
     for seed in range(6):
         z = scores(T, E, seed)
         g = topk_gating(z, K)
@@ -89,7 +92,7 @@ def test_guarantees(variant, protect, least):
 def test_balanced_keeps_the_total_within_half_a_tile():
     for seed in range(20):
         z = scores(200, 9, seed)
-        r = round_tokens(z, topk_gating(z, 2), setting(variant="balanced"))
+        r = round_tokens(z, topk_gating(z, 2), setting(to="balanced"))
         assert abs(int(r.offsets_E1[-1]) - 400) <= 4
 
 
@@ -97,7 +100,7 @@ def test_balanced_keeps_the_total_within_half_a_tile():
 @pytest.mark.parametrize("change", [{}, {"min_tiles": 2}, {"protect_top1": True}])
 def test_slots_are_enough_for_the_worst_counts(variant, change):
     # counts that all sit just where they grow most
-    config = setting(variant=variant, **change)
+    config = setting(to=variant, **change)
     T, E = 64, 6
     for residue in range(1, 8):
         z = torch.full((T, E), -9.0)
@@ -110,19 +113,11 @@ def test_slots_are_enough_for_the_worst_counts(variant, change):
         assert int(r.offsets_E1[-1]) <= max_slots(config, T, 1, E) == r.expert_S.numel()
 
 
-def test_a_tile_of_one_is_plain_topk_to_the_bit():
-    z = scores(50, 6)
-    g = topk_gating(z, 2)
-    r = round_tokens(z, g, RoundingConfig(tile=1, min_mean_tiles=0))
-    assert torch.equal(r.gates_S, g.gate_TK.flatten())
-    assert torch.equal(r.expert_S, g.expert_TK.flatten()) and r.slots_per_token == 2
-
-
 def test_a_capacity_above_all_tokens_drops_nothing():
     # capacity M ceil(c T K / (E M)) = 8 ceil(1.5 * 4 * 2 / 16) = 8, twice the tokens there are
     z = scores(4, 2)
     g = topk_gating(z, 2)
-    r = round_tokens(z, g, setting(tile=2, max_tiles=1.5, variant="nearest"))
+    r = round_tokens(z, g, setting(tile=2, max_tiles=1.5, to="nearest"))
     assert r.counts_E.tolist() == [4, 4]
 
 
@@ -145,7 +140,7 @@ def test_padding_takes_no_place(backend):
     valid = torch.tensor([True, False, False, True, False, False, False, False])
     both = torch.empty(8, 2)
     both[valid], both[~valid] = z, pads
-    config = setting(tile=2, variant="nearest", max_tiles=1.25)
+    config = setting(tile=2, to="nearest", max_tiles=1.25)
     a = round_tokens(z, topk_gating(z, 1), config, backend=backend)
     b = round_tokens(both, topk_gating(both, 1, valid_T=valid), config, backend=backend)
     assert dense(b, 8, 2)[valid].tolist() == dense(a, 2, 2).tolist() == [[True, False]] * 2
@@ -158,26 +153,26 @@ def test_pads_are_never_taken_to_fill_a_tile():
     z[~valid] += 20
     g = topk_gating(z, 2, valid_T=valid)
     for variant in VARIANTS:
-        held = dense(round_tokens(z, g, setting(variant=variant, min_tiles=1)), 64, 5)
+        held = dense(round_tokens(z, g, setting(to=variant, min_tiles=1)), 64, 5)
         assert not held[~valid].any()
 
 
 def test_tokens_without_an_expert():
     z = scores(256, 8, seed=3) * 2
     g = topk_gating(z, 2)
-    for renorm in ("tc", "tr", "none"):
-        r = round_tokens(z, g, setting(tile=64, variant="down", renorm=renorm))
+    for gates in ("top_k", "rounded", "none"):
+        r = round_tokens(z, g, setting(tile=64, to="down", gates=gates))
         each = r.slot_offsets_T1.diff()
         assert (each == 0).any()  # it happens; their gates are no NaN, they just have no slot
         assert r.gates_S.isfinite().all()
-    r = round_tokens(z, g, setting(tile=64, variant="up"))
+    r = round_tokens(z, g, setting(tile=64, to="up"))
     assert (r.slot_offsets_T1.diff() > 2).any()
 
 
 def test_the_choice_looks_ahead():
     # why evaluation must be plain top-K: a later token changes what an earlier one gets
     z = scores(32, 4)
-    config = setting(variant="nearest")
+    config = setting(to="nearest")
     before = dense(round_tokens(z, topk_gating(z, 2), config), 32, 4)[:-1]
     changed = []
     for last in torch.eye(4) * 9:
@@ -193,9 +188,9 @@ def test_same_draw_same_routing():
     g = topk_gating(z, 2)
     for variant in ("stochastic", "systematic"):
         torch.manual_seed(7)
-        a = round_tokens(z, g, setting(variant=variant))
+        a = round_tokens(z, g, setting(to=variant))
         torch.manual_seed(7)
-        b = round_tokens(z, g, setting(variant=variant))
+        b = round_tokens(z, g, setting(to=variant))
         assert torch.equal(a.expert_S, b.expert_S)
 
 
@@ -205,7 +200,7 @@ def test_same_draw_same_routing():
 def test_too_few_tokens_are_routed_plainly_with_one_notice():
     z = scores(64, 8)
     g = topk_gating(z, 2)
-    config = RoundingConfig(tile=16)  # mean of 16 tokens per expert = 1 tile < 2
+    config = Rounding(to="nearest", tile=16)  # mean of 16 tokens per expert = 1 tile < 2
     module._noticed.clear()
     with pytest.warns(UserWarning, match="64 tokens.*less than 2 tiles of 16"):
         r = round_tokens(z, g, config)
@@ -218,12 +213,11 @@ def test_too_few_tokens_are_routed_plainly_with_one_notice():
 @pytest.mark.parametrize(
     ("config", "tokens", "applies"),
     [
-        (RoundingConfig(tile=128), 16384, True),  # 4 tiles at E = 64, K = 2
-        (RoundingConfig(tile=128), 8192, True),  # exactly 2
-        (RoundingConfig(tile=128), 8191, False),
-        (RoundingConfig(tile=128, min_mean_tiles=0), 200, True),
-        (RoundingConfig(tile=128, min_mean_tiles=0), 100, False),  # no whole tile to give
-        (RoundingConfig(tile=1, min_mean_tiles=0), 100, False),
+        (Rounding(to="nearest", tile=128), 16384, True),  # 4 tiles at E = 64, K = 2
+        (Rounding(to="nearest", tile=128), 8192, True),  # exactly 2
+        (Rounding(to="nearest", tile=128), 8191, False),
+        (Rounding(to="nearest", tile=128, min_mean_tiles=0), 200, True),
+        (Rounding(to="nearest", tile=128, min_mean_tiles=0), 100, False),  # no whole tile to give
     ],
 )
 def test_when_it_applies(config, tokens, applies):
@@ -233,19 +227,18 @@ def test_when_it_applies(config, tokens, applies):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"variant": "closest"}, "variant='closest'.*nearest"),
-        ({"renorm": "all"}, "renorm='all'"),
-        ({"dropped_grad": "ste"}, "dropped_grad='ste'"),
-        ({"tile": 0}, "tile=0"),
-        ({"min_tiles": -1}, "min_tiles=-1"),
-        ({"max_tiles": 1.0}, "max_tiles=1.0.*1.25"),
-        ({"max_tiles": float("nan")}, "max_tiles=nan"),
-        ({"min_mean_tiles": -1.0}, "min_mean_tiles=-1.0"),
+        ({"to": "closest"}, "'nearest', 'nearest_even'"),
+        ({"gates": "all"}, "'top_k', 'rounded' or 'none'"),
+        ({"tile": 1}, "greater than or equal to 2"),
+        ({"min_tiles": -1}, "greater than or equal to 0"),
+        ({"max_tiles": 1.0}, "greater than or equal to 1.25"),
+        ({"max_tiles": float("nan")}, "finite number"),
+        ({"min_mean_tiles": -1.0}, "greater than or equal to 0"),
     ],
 )
 def test_refused_settings(change, message):
     with pytest.raises(ValueError, match=message):
-        RoundingConfig(**change)
+        setting(**change)
 
 
 def test_refused_arguments():
@@ -254,7 +247,7 @@ def test_refused_arguments():
     with pytest.raises(ValueError, match="32 tokens and 4 experts, logits_TE of 31"):
         round_tokens(z[1:], g, setting())
     with pytest.raises(ValueError, match=r"uniform_E .*\(4,\)"):
-        round_tokens(z, g, setting(variant="systematic"), uniform_E=torch.rand(3))
+        round_tokens(z, g, setting(to="systematic"), uniform_E=torch.rand(3))
 
 
 # -------------------------------------------------------------------------------------- gradients
@@ -277,17 +270,17 @@ def test_gradient_of_realised_pairs_is_exact():
 def test_dropped_pairs(variant):
     z = scores(60, 5)
     g = topk_gating(z, 2)
-    r = round_tokens(z, g, setting(variant=variant))
+    r = round_tokens(z, g, setting(to=variant))
     held = dense(r, 60, 5)
     assert torch.equal(dropped_pairs(r, g.expert_TK), ~held.gather(1, g.expert_TK.long()))
-    plain = round_tokens(z, g, RoundingConfig(tile=1))
+    plain = Routing.from_topk(g.expert_TK, g.gate_TK, 5)
     assert not dropped_pairs(plain, g.expert_TK).any()
 
 
 def test_dropped_pairs_without_any_slot():
     z = scores(9, 5)
     g = topk_gating(z, 1)
-    r = round_tokens(z, g, setting(variant="down", tile=9))
+    r = round_tokens(z, g, setting(to="down", tile=9))
     assert int(r.offsets_E1[-1]) == 0
     assert dropped_pairs(r, g.expert_TK).all()
 
@@ -295,7 +288,7 @@ def test_dropped_pairs_without_any_slot():
 def test_default_vectors_stand_for_dropped_outputs():
     z = scores(40, 4).double().requires_grad_()
     g = topk_gating(z, 2)
-    r = round_tokens(z, g, setting(variant="down"))
+    r = round_tokens(z, g, setting(to="down"))
     dropped = dropped_pairs(r, g.expert_TK)
     assert dropped.any()
     m = torch.randn(4, 3, dtype=torch.float64)
@@ -323,7 +316,7 @@ def test_dropped_pair_gradient_refuses_other_shapes():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiles_as_one_graph(backend):
-    config = setting(variant="nearest", tile=4)
+    config = setting(to="nearest", tile=4)
 
     def step(z):
         g = topk_gating(z, 2, backend=backend)
@@ -342,19 +335,19 @@ def test_compiles_as_one_graph(backend):
 
 
 @pytest.mark.parametrize("norm", ["topk_sum", "none", "softmax_topk"])
-@pytest.mark.parametrize("renorm", ["tc", "tr", "none"])
-def test_c5_rounding_trains_the_gates_that_evaluation_takes(renorm, norm):
+@pytest.mark.parametrize("gates", ["top_k", "rounded", "none"])
+def test_c5_rounding_trains_the_gates_that_evaluation_takes(gates, norm):
     """Gates of a token sum to 1 in both, or in neither; what would not is refused."""
-    config = {
-        "hidden_size": 8, "expert_size": 4, "num_experts": 4, "num_experts_per_tok": 2,
-        "norm": norm, "rounding": RoundingConfig(tile=4, min_mean_tiles=1, renorm=renorm),
-    }  # fmt: skip
+    fields = {"hidden_size": 8, "expert_size": 4, "num_experts": 4, "norm": norm}
+    fields["rounding"] = {"to": "nearest", "gates": gates, "tile": 4, "min_mean_tiles": 1}
     sums = norm != "none"
-    if renorm != "tc" and (renorm == "tr") != sums:
-        with pytest.raises(ValueError, match=f"rounding.renorm='{renorm}' does not go with norm"):
-            MoEConfig(**config)
+    if gates != "top_k" and (gates == "rounded") != sums:
+        with pytest.raises(
+            ValueError, match=f"router.rounding.gates={gates}: the gates of a token"
+        ):
+            layer_config(**fields)
         return
-    layer = MoE(MoEConfig(**config))
+    layer = MoE(layer_config(**fields))
     torch.nn.init.normal_(layer.router.weight)
     x = torch.randn(64, 8)
     totals = {}
@@ -370,7 +363,7 @@ def test_c5_rounding_trains_the_gates_that_evaluation_takes(renorm, norm):
         gates_T = torch.zeros(64).index_add(0, seen[0].token_R.long(), seen[0].gates_R)
         totals[training] = gates_T[gates_T > 0]
     assert ((totals[False] - 1).abs() < 1e-5).all() == sums
-    if renorm == "tr":
+    if gates == "rounded":
         assert ((totals[True] - 1).abs() < 1e-5).all()
     elif not sums:
         assert totals[True].max() < 1 + 1e-5 and totals[True].mean() < 0.99

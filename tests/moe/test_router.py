@@ -8,7 +8,7 @@ import torch
 
 from moe import MoE, MoEConfig, Router
 from moe.kernels.routing.topk_gating import topk_gating
-from moe.router import gates_at, probabilities
+from moe.scores import gates_at, probabilities
 from tests.moe.oracle import FORMS, logits_layer, make_layer
 
 Z = [2.0, 1.0, 1.0, -1.0]
@@ -19,7 +19,7 @@ def gating(logits, **fields):
     fields.setdefault("num_experts_per_tok", 2)
     logits_TE = torch.as_tensor(logits, dtype=torch.float32).reshape(-1, len(logits))
     layer = logits_layer(num_experts=logits_TE.shape[1], **fields)
-    return layer.router(logits_TE)
+    return layer.router(logits_TE).gating
 
 
 # ------------------------------------------------------------------------------ worked examples
@@ -93,11 +93,17 @@ def test_group_limited_selection():
 
 def test_bias_chooses_but_does_not_weigh():
     """A bias of (0, 0, 5, 5) chooses experts 2 and 3; gates and output know nothing of it."""
-    layer = logits_layer(num_experts=4, num_experts_per_tok=2, score="sigmoid", selection_bias=True)
+    layer = logits_layer(
+        num_experts=4,
+        num_experts_per_tok=2,
+        score="sigmoid",
+        selection_bias=True,
+        bias=None,
+    )
     x = torch.tensor([[1.0, 0, 0, 0]], requires_grad=True)
-    assert layer.router(x).expert_TK.tolist() == [[0, 1]]
+    assert layer.router(x).gating.expert_TK.tolist() == [[0, 1]]
     layer.router.selection_bias.copy_(torch.tensor([0.0, 0, 5, 5]))
-    chosen = layer.router(x)
+    chosen = layer.router(x).gating
     assert chosen.expert_TK.tolist() == [[2, 3]]
     assert chosen.gate_TK.tolist() == [[0.5, 0.5]]  # sigmoid(0) each
     y, _ = layer(x)
@@ -175,7 +181,7 @@ def assert_float32(layer: MoE) -> None:
 
 
 def biased() -> MoE:
-    layer = make_layer(torch.float32, score="sigmoid", selection_bias=True)
+    layer = make_layer(torch.float32, score="sigmoid", selection_bias=True, bias=None)
     layer.router.selection_bias.uniform_()
     return layer
 
@@ -268,7 +274,7 @@ def test_logits_are_float32_under_bfloat16_and_autocast():
         assert logits_TE.dtype == torch.float32
         torch.testing.assert_close(logits_TE.double(), right, rtol=0, atol=1e-6)
         assert stats.prob_sum_E.dtype == torch.float32
-        assert layer.router(x_TD).gate_TK.dtype == torch.float32
+        assert layer.router(x_TD).gating.gate_TK.dtype == torch.float32
 
 
 def test_logits_closer_than_bfloat16_are_told_apart():
@@ -278,7 +284,7 @@ def test_logits_closer_than_bfloat16_are_told_apart():
         layer.router.weight.copy_(torch.tensor([[1.0010, 0], [1.0020, 0]]))
     x_TD = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer.router(x_TD).expert_TK.tolist() == [[1]]
+        assert layer.router(x_TD).gating.expert_TK.tolist() == [[1]]
 
 
 @pytest.mark.parametrize("autocast", [False, True])

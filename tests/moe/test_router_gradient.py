@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from moe.experts import experts
-from moe.router_gradient import (
+from moe.routing import Routing
+from moe.rules.default_gradient import (
     default_gradient,
     default_weights,
     missing_pairs,
 )
-from moe.routing import Routing
 from tests.moe.oracle import expert_by_hand, make_layer
 
 T, E, D = 9, 7, 6

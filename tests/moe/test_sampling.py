@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe.control import RouterControl, begin_step
-from moe.router import gumbel
+from moe.control import begin_step
+from moe.rules.sampled_selection import gumbel
 from tests.moe.oracle import logits_layer, make_layer
 
+DRAWN = {"kind": "sample", "temperature": 1.0}
 P = (0.5, 0.25, 0.15, 0.1)
 
 
@@ -16,12 +17,12 @@ def drawn(count: int, temperature: float = 1.0, score: str = "softmax", k: int =
     p_E = torch.tensor(P) ** temperature  # exp(log p' / temperature) is P again
     logits_E = p_E.log() if score == "softmax" else torch.logit(p_E / p_E.sum() * 0.5)
     layer = logits_layer(
-        num_experts=4, num_experts_per_tok=k, score=score, sample_temperature=temperature
+        num_experts=4,
+        num_experts_per_tok=k,
+        score=score,
+        selection={"kind": "sample", "temperature": temperature},
     )
-    x_TE = logits_E.expand(count, 4).contiguous()
-    logits_TE = layer.router.logits(x_TE)
-    select_TE = layer.router.selection_logits(x_TE, logits_TE)
-    return layer.router.choose(logits_TE, None, select_TE)
+    return layer.router(logits_E.expand(count, 4).contiguous()).gating
 
 
 @pytest.mark.parametrize(
@@ -45,14 +46,20 @@ def test_gates_are_those_of_the_probabilities():
 
 
 def test_a_small_temperature_takes_the_best():
-    layer = logits_layer(num_experts=4, num_experts_per_tok=2, sample_temperature=1e-3)
-    logits_TE = layer.router.logits(torch.tensor(P).log().expand(1000, 4).contiguous())
-    select_TE = layer.router.selection_logits(None, logits_TE)
-    assert (layer.router.choose(logits_TE, None, select_TE).expert_TK == torch.arange(2)).all()
+    layer = logits_layer(
+        num_experts=4,
+        num_experts_per_tok=2,
+        selection={"kind": "sample", "temperature": 1e-3},
+    )
+    gating = layer.router(torch.tensor(P).log().expand(1000, 4).contiguous()).gating
+    assert (gating.expert_TK == torch.arange(2)).all()
 
 
 def test_evaluation_and_no_temperature_are_plain():
-    sampled, plain = make_layer(sample_temperature=1.0), make_layer()
+    sampled, plain = (
+        make_layer(selection={"kind": "sample", "temperature": 1.0}),
+        make_layer(),
+    )
     sampled.load_state_dict(plain.state_dict())
     assert sampled.draws and not plain.draws
     x = torch.randn(50, 6, dtype=torch.float64)
@@ -61,24 +68,21 @@ def test_evaluation_and_no_temperature_are_plain():
 
 
 def test_the_temperature_falls_to_the_plain_choice():
-    control = RouterControl(sample_until=4)
-    layer = make_layer(sample_temperature=2.0, control=control)
+    layer = make_layer(selection={"kind": "sample", "temperature": 2.0, "until": 4})
     plain = make_layer()
     plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "temperature" not in k})
     x = torch.randn(50, 6, dtype=torch.float64)
     found, said = [], []
     for step in range(1, 7):
         said.append(begin_step(layer, step))
-        found.append(layer.router.temperature.item())
+        found.append(layer.router.rules.selection.temperature.item())
         assert torch.equal(layer(x)[0], plain(x)[0]) == (step > 4), step
     assert found == [2.0, 1.5, 1.0, 0.5, 0.0, 0.0]
     assert [len(one) for one in said] == [0, 0, 0, 0, 1, 0]
-    with pytest.raises(ValueError, match="sample_until=0 must be a step"):
-        RouterControl(sample_until=0)
     begin_step(layer, 2)  # as after a restart
-    assert layer.router.temperature.item() == 1.5
+    assert layer.router.rules.selection.temperature.item() == 1.5
     assert not torch.equal(layer(x)[0], plain(x)[0])
-    assert control.changes == 1
+    assert layer.router.changes == 1
 
 
 def test_noise_is_that_of_gumbel():
@@ -91,7 +95,12 @@ def test_noise_is_that_of_gumbel():
 def test_amplitudes():
     """a = (0.6, 0.3 + 0.4i, -0.5, 0.1i): p = |a|² / 0.87, whatever phase is common to all."""
     a_E = torch.tensor([0.6, 0.3 + 0.4j, -0.5, 0.1j], dtype=torch.complex128)
-    layer = make_layer(num_experts=4, num_experts_per_tok=2, hidden_size=1, amplitude=True)
+    layer = make_layer(
+        num_experts=4,
+        num_experts_per_tok=2,
+        hidden_size=1,
+        logits={"kind": "amplitude"},
+    )
     assert layer.router.weight.shape == (8, 1)
     want = torch.tensor([0.41379, 0.28736, 0.28736, 0.01149], dtype=torch.float64)
     x = torch.ones(1, 1, dtype=torch.float64)
@@ -101,13 +110,13 @@ def test_amplitudes():
             layer.router.weight.copy_(turned.reshape(8, 1))
         p = layer.router.logits(x).softmax(1)[0]
         torch.testing.assert_close(p, want, rtol=0, atol=1e-5)
-        gating = layer.router.choose(layer.router.logits(x))
+        gating = layer.router(x).gating
         assert gating.expert_TK[0, 0] == 0
         assert gating.gate_TK[0, 0].item() == pytest.approx(0.36 / (0.36 + 0.25))
 
 
 def test_real_amplitudes_are_a_softmax_of_logarithms():
-    layer = make_layer(amplitude=True)
+    layer = make_layer(logits={"kind": "amplitude"})
     with torch.no_grad():
         layer.router.weight[1::2] = 0
     x = torch.randn(20, 6, dtype=torch.float64)
@@ -117,7 +126,9 @@ def test_real_amplitudes_are_a_softmax_of_logarithms():
 
 
 def test_amplitudes_learn():
-    layer = make_layer(amplitude=True, sample_temperature=1.0)
+    layer = make_layer(
+        selection={"kind": "sample", "temperature": 1.0}, logits={"kind": "amplitude"}
+    )
     x = torch.randn(30, 6, dtype=torch.float64)
     y, _ = layer(x)
     (gradient,) = torch.autograd.grad(y.square().sum(), layer.router.weight)
@@ -129,14 +140,18 @@ def test_amplitudes_learn():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sample_temperature": -1.0}, "sample_temperature=-1.0 must be a finite number"),
-        ({"sample_temperature": 1.0, "num_experts_per_tok": 7}, "takes all 7 experts"),
-        ({"sample_temperature": 1.0, "score": "sqrtsoftplus"}, "allowed: softmax, sigmoid"),
+        ({"selection": {"kind": "sample", "temperature": -1.0}}, "greater than 0"),
+        ({"selection": {"kind": "sample", "temperature": 1.0, "until": 0}}, "than or equal to 1"),
+        ({"num_experts_per_tok": 7, "selection": DRAWN}, "allowed: below 7"),
+        ({"score": "sqrtsoftplus", "selection": DRAWN}, "allowed: softmax, sigmoid"),
         (
-            {"sample_temperature": 1.0, "score": "sigmoid", "selection_bias": True},
-            "selection_bias=True does not go with sample_temperature=1",
+            {"score": "sigmoid", "selection_bias": True, "selection": DRAWN},
+            "kind=sample .* does not go with the family's selection bias",
         ),
-        ({"amplitude": True, "score": "sigmoid"}, "score='sigmoid' does not go with amplitude"),
+        (
+            {"score": "sigmoid", "logits": {"kind": "amplitude"}},
+            "kind=amplitude has probabilities of its own, which score='sigmoid' does not give",
+        ),
     ],
 )
 def test_mistakes_are_refused(fields, message):

@@ -6,23 +6,23 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moe import MoE, MoEConfig
-from moe.control import RouterControl, begin_step, update_routers
-from moe.rounding import RoundingConfig
-from moe.top_k import TopKSchedule
+from moe import MoE
+from moe.control import begin_step, update_routers
 from moe.trace import RoutingTrace
 from tests.moe.oracle import make_layer
 
 
-def scheduled(kind="linear", start=6, end=2, ramp_steps=8, soft=False, **fields):
-    schedule = TopKSchedule(kind, start, end, ramp_steps, soft=soft)
-    control = RouterControl(top_k=schedule, **fields.pop("control", {}))
-    return make_layer(num_experts=8, num_experts_per_tok=end, control=control, **fields)
+def scheduled(kind="linear", start=6, end=2, soft=False, steps=16, **fields):
+    """K falls from start to end in the first half of the run."""
+    top_k = {"kind": kind, "start": start, "soft": soft}
+    sizes = {"num_experts": 8, "num_experts_per_tok": end}
+    return make_layer(**sizes, top_k=top_k, steps=steps, **fields)
 
 
 def plain(layer, k):
     """The same layer with a fixed K."""
-    config = dataclasses.replace(layer.config, num_experts_per_tok=k, control=RouterControl())
+    router = layer.config.router.model_copy(update={"top_k": None})
+    config = dataclasses.replace(layer.config, num_experts_per_tok=k, router=router)
     twin = MoE(config).to(layer.w1.dtype)
     state = {name: t for name, t in layer.state_dict().items() if "kappa" not in name}
     twin.load_state_dict(state)
@@ -34,7 +34,7 @@ def test_training_follows_the_schedule_and_evaluation_its_end():
     ks, said = [], []
     for step in range(1, 12):
         said += begin_step(layer, step)
-        ks.append(layer.router.k)
+        ks.append(layer.router.training_k)
         y, stats = layer.train()(x)
         assert stats.counts_E.sum() == 20 * ks[-1]
         assert torch.equal(y, plain(layer, ks[-1])(x)[0])
@@ -57,8 +57,9 @@ def test_resume_lands_on_the_same_k():
         begin_step(one, step)
     other.load_state_dict(one.state_dict())
     begin_step(other, 4)
-    assert (other.router.k, other.router.fading) == (one.router.k, one.router.fading) == (5, True)
-    assert other.router.kappa == one.router.kappa == 4.5
+    a, b = one.router.rules.top_k, other.router.rules.top_k
+    assert a.phase == b.phase == (5, True)
+    assert a.kappa == b.kappa == 4.5
     x = torch.randn(9, 6, dtype=torch.float64)
     assert torch.equal(one(x)[0], other(x)[0])
 
@@ -69,7 +70,7 @@ def test_soft_k_has_no_jumps():
     moved = {}
     for soft in (True, False):
         torch.manual_seed(0)
-        layer = scheduled(soft=soft, ramp_steps=400)
+        layer = scheduled(soft=soft, steps=800)
         outs = []
         for step in range(1, 403):
             begin_step(layer, step)
@@ -82,11 +83,10 @@ def test_soft_k_has_no_jumps():
 
 
 def test_soft_gates_sum_to_one_and_have_their_gradient():
-    layer = scheduled(soft=True, rounding=RoundingConfig(tile=4, min_mean_tiles=1.0))
+    layer = scheduled(soft=True)
     begin_step(layer, 4)  # kappa 4.5
     x = torch.randn(24, 6, dtype=torch.float64)
     trace = RoutingTrace(torch.nn.Sequential(layer))
-    layer.config = dataclasses.replace(layer.config, rounding=None)
     with trace.record():
         y, _ = layer(x)
     gates_TE = trace.entries["0"][0].choice.expand(None, "cpu", "auto").dense()
@@ -113,9 +113,8 @@ def test_soft_gates_sum_to_one_and_have_their_gradient():
 
 def test_rounding_and_balance_follow_k():
     layer = scheduled(
-        rounding=RoundingConfig(tile=8, min_mean_tiles=1.0),
-        selection_bias=True,
-        control={"bias_update": "quantile"},
+        rounding={"to": "nearest", "tile": 8, "min_mean_tiles": 1.0},
+        bias={"kind": "quantile"},
         start=6,
     )
     x = torch.randn(512, 6, dtype=torch.float64) + 0.5
@@ -136,24 +135,27 @@ def test_rounding_and_balance_follow_k():
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"start": 9}, "top_k_start=9"),
-        ({"start": 8, "selection_bias": True, "control": {"bias_update": "quantile"}}, "the 7"),
-        ({"soft": True, "rounding": RoundingConfig(renorm="tr")}, "rounding_renorm='tr'"),
+        (
+            {"start": 9},
+            "router.top_k.start=9 must be above num_experts_per_tok=2 and at most the 8",
+        ),
+        ({"start": 2}, "router.top_k.start=2 must be above num_experts_per_tok=2"),
+        ({"start": 8, "bias": {"kind": "quantile"}}, "at most the 7"),
+        (
+            {"soft": True, "rounding": {"to": "up", "gates": "rounded"}},
+            "router.top_k.soft=true fades",
+        ),
+        ({"steps": None}, "need the number of its steps"),
     ],
 )
 def test_refusals(fields, told):
-    with pytest.raises(ValueError, match=told.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=told):
         scheduled(**fields)
-
-
-def test_the_end_must_be_the_layers_own_k():
-    control = RouterControl(top_k=TopKSchedule("linear", 6, 3, 8))
-    with pytest.raises(ValueError, match="ends at 3"):
-        MoEConfig(8, 4, 8, 2, control=control)
 
 
 def test_state_stays_float32():
     layer = scheduled(soft=True).float().to(torch.bfloat16)
     begin_step(layer, 4)
-    assert layer.router.kappa.dtype == torch.float32
-    assert layer.router.kappa == 4.5
+    kappa = layer.router.rules.top_k.kappa
+    assert kappa.dtype == torch.float32
+    assert kappa == 4.5

@@ -15,8 +15,7 @@ import moe
 import parallel
 import training
 from models.loss import linear_cross_entropy
-from moe import MoE, MoEConfig, RouterControl, attach_loss
-from moe.rounding import RoundingConfig
+from moe import MoE, MoEConfig, RouterConfig, attach_loss
 from moe.sparse.dynamic import _Masked
 from moe.sparse.formats import _SumDuplicates
 
@@ -86,8 +85,8 @@ CONFIGS = {
     "plain": {},
     "spmm": {"kernels": "spmm", "expert_size": 16},
     "widths": {"expert_widths": (4, 8, 8, 4)},
-    "rounding": {"rounding": RoundingConfig(tile=4)},
-    "default": {"control": RouterControl(gradient="default")},
+    "rounding": {"router": RouterConfig(rounding={"to": "nearest", "tile": 4})},
+    "default": {"router": RouterConfig(gradient={"kind": "default"})},
 }
 
 

@@ -1,15 +1,12 @@
 """Free slots take no part in anything; clones, retirements and revivals do what they say."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from moe import MoE, MoEConfig, RouterControl, update_routers
+from moe import MoE, update_routers
 from moe.balance import balance_loss, sequence_loss, z_loss
-from moe.control import BIAS_UPDATES
+from moe.config import BIASES
 from moe.metrics import layer_metrics
-from moe.rounding import RoundingConfig
 from moe.surgery import (
     Change,
     _mixed,
@@ -18,6 +15,7 @@ from moe.surgery import (
     check_change,
     noise_for,
 )
+from tests.moe.oracle import layer_config
 
 D, N, E, K, T = 16, 8, 8, 2, 96
 USED = [0, 2, 3, 5, 6]
@@ -25,8 +23,9 @@ USED = [0, 2, 3, 5, 6]
 
 def make(dtype=torch.float32, **fields):
     torch.manual_seed(0)
-    config = MoEConfig(D, N, **{"num_experts": E, "num_experts_per_tok": K} | fields)
-    return MoE(replace(config, router_init_std=0.3, init_std=0.3), dtype=dtype)
+    sizes = {"hidden_size": D, "expert_size": N, "num_experts": E, "num_experts_per_tok": K}
+    std = {"router_init_std": 0.3, "init_std": 0.3}
+    return MoE(layer_config(**sizes | std | fields), dtype=dtype)
 
 
 def with_free_slots(used=USED, **fields):
@@ -58,22 +57,22 @@ def tokens(seed=0, rows=T):
     return x_BTD, valid_BT
 
 
-ROUNDED = RoundingConfig("nearest", tile=8, min_mean_tiles=1.0)
+ROUNDED = {"tile": 8, "min_mean_tiles": 1.0}
 FORMS = {
     "plain": {},
     "sigmoid": {"score": "sigmoid", "route_scale": 1.8},
     "bias": {"score": "sigmoid", "selection_bias": True},
     "raw": {"norm": "none"},
     "softmax_topk": {"norm": "softmax_topk", "score": "identity"},
-    "sequence": {"sequence_stats": True},
-    "ema": {"control": RouterControl(ema=0.9)},
-    "quantile": {"selection_bias": True, "control": RouterControl(bias_update="quantile")},
-    "capacity": {"control": RouterControl(capacity=1.1)},
-    "amplitude": {"amplitude": True},
+    "sequence": {"balance": {"kind": "sequence"}},
+    "ema": {"selection": {"kind": "ema", "decay": 0.9}},
+    "quantile": {"bias": {"kind": "quantile"}},
+    "capacity": {"capacity": {"factor": 1.1}},
+    "amplitude": {"logits": {"kind": "amplitude"}},
     "gate_mass": {"importance": "gate_mass"},
     "reap": {"importance": "reap"},
 } | {
-    f"rounded {variant}": {"rounding": replace(ROUNDED, variant=variant)}
+    f"rounded {variant}": {"rounding": ROUNDED | {"to": variant}}
     for variant in ("nearest", "up", "balanced", "systematic", "score")
 }
 
@@ -132,10 +131,10 @@ def with_mask(small, fields):
     return masked
 
 
-@pytest.mark.parametrize("rule", [rule for rule in BIAS_UPDATES if rule != "none"])
-def test_selection_biases_balance_the_experts_in_use_alone(rule):
-    control = RouterControl(bias_update=rule, bias_rate=0.05)
-    layer, small = with_free_slots(selection_bias=True, score="sigmoid", control=control)
+@pytest.mark.parametrize("kind", BIASES)
+def test_selection_biases_balance_the_experts_in_use_alone(kind):
+    bias = {"kind": kind} | ({} if kind == "quantile" else {"rate": 0.05})
+    layer, small = with_free_slots(score="sigmoid", bias=bias)
     layer.router.selection_bias[1] = 0.0
     for step in range(1, 6):
         for one in (layer, small):
@@ -148,10 +147,9 @@ def test_selection_biases_balance_the_experts_in_use_alone(rule):
 
 
 def test_a_dormant_clone_changes_no_bit_and_is_let_in():
-    control = RouterControl(bias_update="quantile")
     used = [0, 1, 2, 3, 4]
     for norm in ("topk_sum", "none"):
-        fields = {"score": "sigmoid", "norm": norm, "selection_bias": True, "control": control}
+        fields = {"score": "sigmoid", "norm": norm, "bias": {"kind": "quantile"}}
         layer, _ = with_free_slots(used, **fields)
         layer.router.selection_bias[used] = torch.tensor([0.3, -0.9, 0.2, 0.4, 0.0])
         before, _ = layer(*tokens())
@@ -193,7 +191,7 @@ def test_a_family_is_chosen_once_and_changes_nothing_but_noise(form):
     assert 0.2 < stats.counts_E[6] / counts[3] < 0.8
     assert (after - before).norm() < 0.01 * before.norm()
     # no token has both
-    expert_TK = layer.router(tokens()[0].reshape(-1, D)).expert_TK
+    expert_TK = layer.router(tokens()[0].reshape(-1, D)).gating.expert_TK
     assert not ((expert_TK == 3).any(1) & (expert_TK == 6).any(1)).any()
     # a grandchild is of the same family; apart, copies are chosen together
     change_layer(layer, Change("clone", 1 + 6, parent=6))
@@ -228,17 +226,18 @@ def test_a_retired_expert_is_gone_and_the_others_are_as_before():
 
 
 def test_a_revived_expert_is_its_parent_but_for_noise():
-    control = RouterControl(ema=0.9, keep_load=True)
-    layer = make(control=control)  # without a mask
-    layer.router.load_E.copy_(torch.arange(8.0))
+    ema = {"kind": "ema", "decay": 0.9}
+    layer = make(selection=ema, balance={"kind": "lagged"})  # without a mask
+    rules = layer.router.rules
+    rules.balance.load_E.copy_(torch.arange(8.0))
     moment = torch.arange(8.0)[:, None].expand(8, 3).clone()
     total = sum(p.numel() for p in layer.parameters())
     options = {"moments": [moment], "noise": 0.01}
     change_layer(layer, Change("revive", 2, parent=5), seed="a", **options)
     assert sum(p.numel() for p in layer.parameters()) == total
-    assert layer.router.load_E.tolist() == [0, 1, 5, 3, 4, 5, 6, 7]
+    assert rules.balance.load_E.tolist() == [0, 1, 5, 3, 4, 5, 6, 7]
     assert moment[:, 0].tolist() == [0, 1, 5, 3, 4, 5, 6, 7]
-    assert torch.equal(layer.router.weight_ema[2], layer.router.weight_ema[5])
+    assert torch.equal(*rules.selection.weight_ema[[2, 5]])
     for name in ("w1", "w2", "router.weight"):
         parameter = layer.get_parameter(name)
         off = (parameter[2] - parameter[5]) / parameter[5].std()
@@ -298,26 +297,26 @@ def test_what_cannot_be_dormant_or_have_free_slots_is_refused():
         ({"start_experts": 9}, "start_experts=9 must be from 2"),
         ({"start_experts": 6, "groups": 2}, "groups=2 does not go with start_experts=6"),
         (
-            {"start_experts": 6, "control": RouterControl(gradient="default")},
-            "gradient='default' does not go",
+            {"start_experts": 6, "gradient": {"kind": "default"}},
+            "gradient.kind=default does not go",
         ),
         (
-            {"start_experts": 6, "rounding": replace(ROUNDED, max_tiles=2.0)},
-            "max_tiles=2.0 does not go",
+            {"start_experts": 6, "rounding": ROUNDED | {"to": "nearest", "max_tiles": 2.0}},
+            "max_tiles=2 does not go",
         ),
         ({"families": True}, "families=True has no effect without start_experts"),
         (
-            {"start_experts": 6, "families": True, "control": RouterControl(ema=0.9)},
-            "control.ema=0.9 does not go with families=True",
+            {
+                "start_experts": 6,
+                "families": True,
+                "selection": {"kind": "ema", "decay": 0.9},
+            },
+            "selection.kind=ema does not go with copies",
         ),
         ({"start_experts": 6, "importance": "size"}, "importance='size' is unknown"),
         ({"importance": "size"}, "importance='size' is unknown; allowed: load, gate_mass"),
         (
-            {
-                "start_experts": 2,
-                "selection_bias": True,
-                "control": RouterControl(bias_update="quantile"),
-            },
+            {"start_experts": 2, "bias": {"kind": "quantile"}},
             "start_experts=2 must be from 3",
         ),
     ):
@@ -358,7 +357,7 @@ def test_reap_and_gate_mass_are_sums_over_pairs():
         layer = make(start_experts=6, importance=how)
         _, stats = layer(x_BTD, valid)
         x_TD = x_BTD.reshape(-1, D)[valid.reshape(-1)]
-        gating = layer.router(x_TD)
+        gating = layer.router(x_TD).gating
         wanted_E = torch.zeros(E)
         for x_D, expert_K, gate_K in zip(x_TD, gating.expert_TK, gating.gate_TK):
             for expert, gate in zip(expert_K.tolist(), gate_K):
@@ -372,7 +371,12 @@ def test_reap_and_gate_mass_are_sums_over_pairs():
 
 def test_a_change_compiles_nothing_anew():
     torch._dynamo.reset()
-    layer = make(start_experts=6, score="sigmoid", selection_bias=True, kernels="reference")
+    layer = make(
+        start_experts=6,
+        score="sigmoid",
+        selection_bias=True,
+        kernels="reference",
+    )
     compiles = []
 
     def backend(graph, inputs):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe.top_k import TopKSchedule, soften
+from moe.rules.top_k import TopKSchedule, soften
 
 
 def schedule(kind="geometric", start=16, end=4, ramp_steps=1000, **fields):
@@ -53,15 +53,15 @@ def test_levels():
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: schedule("slow"), "top_k_schedule='slow'"),
-        (lambda: schedule(start=4), "top_k_start=4"),
-        (lambda: schedule(ramp_steps=0), "top_k_ramp"),
+        (lambda: schedule("slow"), "top_k.kind='slow'"),
+        (lambda: schedule(start=4), "top_k.start=4"),
+        (lambda: schedule(ramp_steps=0), "top_k.over"),
         (lambda: schedule("linear", ramp_steps=2), "from 16 to 10 at step 2"),
-        (lambda: schedule("steps"), "top_k_levels"),
+        (lambda: schedule("steps"), "top_k.levels"),
         (lambda: schedule("steps", levels=((5, 8), (9, 4))), "from 16 to 8 at step 5"),
         (lambda: schedule("steps", levels=((9, 12), (5, 8))), "ascending"),
         (lambda: schedule("steps", levels=((5, 12), (9, 8))), "must fall"),
-        (lambda: schedule("steps", levels=((5, 12), (9, 4)), soft=True), "soft_k"),
+        (lambda: schedule("steps", levels=((5, 12), (9, 4)), soft=True), "top_k.soft"),
     ],
 )
 def test_refusals(make, told):

@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moe import MoE, MoEConfig, RouterStats, RoutingTrace
-from moe.rounding import RoundingConfig
 from tests.moe.oracle import check_gradients, make_layer
 
 
@@ -177,23 +176,23 @@ def test_save_and_load():
 # ------------------------------------------------------------------------------ token rounding
 
 
-def rounded_model(renorm, score="softmax", norm="topk_sum", dtype=torch.float64) -> Model:
-    rounding = RoundingConfig(tile=4, min_mean_tiles=1, renorm=renorm)
-    return Model(dtype, score=score, norm=norm, rounding=rounding, route_scale=1.5)
+def rounded_model(gates, score="softmax", norm="topk_sum", dtype=torch.float64) -> Model:
+    rounding = {"to": "nearest", "gates": gates, "tile": 4, "min_mean_tiles": 1}
+    return Model(dtype, score=score, norm=norm, route_scale=1.5, rounding=rounding)
 
 
 @pytest.mark.parametrize(
-    ("renorm", "score", "norm"),
+    ("gates", "score", "norm"),
     [
-        ("tc", "softmax", "topk_sum"),
-        ("tr", "softmax", "topk_sum"),
-        ("tc", "sigmoid", "none"),
+        ("top_k", "softmax", "topk_sum"),
+        ("rounded", "softmax", "topk_sum"),
+        ("top_k", "sigmoid", "none"),
         ("none", "sigmoid", "none"),
     ],
 )
-def test_rounded_routing_is_replayed(renorm, score, norm):
+def test_rounded_routing_is_replayed(gates, score, norm):
     """Values, statistics and gradients of a rounded forward, with live gates."""
-    model = rounded_model(renorm, score, norm)
+    model = rounded_model(gates, score, norm)
     x, valid = torch.randn(40, 6, dtype=torch.float64), torch.arange(40) < 35
     weight = model.first.router.weight
 
@@ -221,7 +220,7 @@ def test_rounded_routing_is_replayed(renorm, score, norm):
 
 
 def test_rounded_trace_on_a_model_without_rounding():
-    model = rounded_model("tc", dtype=torch.float32)
+    model = rounded_model("top_k", dtype=torch.float32)
     x = torch.randn(40, 6)
     trace = recorded(model, x)
     plain = Model()

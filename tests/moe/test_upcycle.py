@@ -23,7 +23,12 @@ def _dense(dtype=torch.float64):
     [
         {},
         {"norm": "softmax_topk"},
-        {"score": "sigmoid", "route_scale": 2.5, "selection_bias": True},
+        {
+            "score": "sigmoid",
+            "route_scale": 2.5,
+            "selection_bias": True,
+            "bias": None,
+        },
     ],
 )
 def test_the_function_is_preserved(granularity, router):
@@ -45,7 +50,7 @@ def test_a_token_takes_whole_copies():
     weights, dense = _dense()
     upcycle_layer(layer, *weights, granularity=3)
     x = torch.randn(40, D, dtype=torch.float64)
-    chosen = layer.router(x).expert_TK.sort(1).values.view(40, 2, 3)
+    chosen = layer.router(x).gating.expert_TK.sort(1).values.view(40, 2, 3)
     assert (chosen % 3 == torch.arange(3)).all()
     assert (chosen // 3 == (chosen // 3)[:, :, :1]).all()
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 
 from models.build import build_model
 from models.hf import export_hf
-from moe import RouterControl
+from moe import RouterConfig
 from moe.control import routers_of
 from parallel import World
 from tests.training.tiny import write_inputs
@@ -49,11 +49,11 @@ def test_averaged_router_weights_go_on_or_start_at_the_weight(tmp_path, source):
     file = write_inputs(tmp_path / "run")
     config = load_config(file)
     architecture = model_config(config, load_tokenizer(config.data, tmp_path / "tokenizer"))
-    control = RouterControl(ema=0.9 if source == "average" else None)
-    theirs = build_model(architecture, seed=5, control=control)
+    ema = {"kind": "ema", "decay": 0.9} if source == "average" else None
+    theirs = build_model(architecture, seed=5, router=RouterConfig(selection=ema))
     if source == "average":
         for router in routers_of(theirs):
-            router.weight_ema.mul_(3)
+            router.rules.selection.weight_ema.mul_(3)
     if source == "folder":
         folder = tmp_path / "hf"
         export_hf(theirs, folder)
@@ -70,8 +70,9 @@ def test_averaged_router_weights_go_on_or_start_at_the_weight(tmp_path, source):
     ours = make_train_state(config, architecture, plan, World(), CPU, steps=8).model
     for router, before in zip(routers_of(ours), routers_of(theirs), strict=True):
         assert torch.equal(router.weight, before.weight)
-        expected = before.weight if before.weight_ema is None else before.weight_ema
-        assert torch.equal(router.weight_ema, expected)
+        averaged = source == "average"
+        expected = before.rules.selection.weight_ema if averaged else before.weight
+        assert torch.equal(router.rules.selection.weight_ema, expected)
 
 
 def test_flash_attention_that_cannot_be_is_refused_before_a_model_is_built(tmp_path):

@@ -391,9 +391,8 @@ PLANLESS = [
 @pytest.mark.parametrize(("words", "expected"), PLANLESS, ids=[words for words, _ in PLANLESS])
 def test_a_mistake_that_the_plan_shows_is_one_line(file, words, expected, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    config = load_config(file, [words] if "{" in words else words.split())
     with pytest.raises(ConfigError) as caught:
-        make_plan(config, cuda=False)
+        make_plan(load_config(file, [words] if "{" in words else words.split()), cuda=False)
     assert expected in one_line(caught)
 
 

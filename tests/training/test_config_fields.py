@@ -17,7 +17,8 @@ import train
 import training.data.cache
 import training.data.loader
 from models.config import known_fields
-from moe.metrics import RouterStats
+from moe.control import router_losses, routers_of
+from moe.types import RouterStats
 from parallel import World
 from training.config.build import Config, ConfigError, field_names, load_config, make_plan
 from training.data.config import DataError
@@ -29,7 +30,6 @@ from training.report import log_step
 from training.report.header import wandb_settings
 from training.report.window import Window
 from training.sparsity import Sparsity
-from training.step import relative_work, router_losses
 from training.surgery.changes import change_experts
 from training.surgery.importance import ExpertImportance
 
@@ -126,8 +126,7 @@ def _collect(state, told) -> dict:
             for name in RouterStats._fields
         )
     )
-    work_LE = relative_work(state.model, config.router, torch.device("cpu"))
-    auxiliary, _ = router_losses(stats, 100, config.router, None, work_LE=work_LE)
+    auxiliary, _ = router_losses(routers_of(state.model), stats, 100)
     weights = digest(*state.model.parameters())
     health = HealthCounters(torch.tensor([[0.0, 3, 0, 0]] * 2), torch.zeros(2), torch.zeros(2))
     state.last_window = Window({}, {}, counts_LE=torch.ones(2, 4), health=health)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from contextlib import contextmanager
 
@@ -112,7 +111,7 @@ def test_a_model_that_routes_otherwise_than_its_export_is_found(tiny_config, mon
 
     def forgetful(*arguments):
         found = real(*arguments)
-        return found | {"control": dataclasses.replace(found["control"], bias_anneal=None)}
+        return found | {"router": found["router"].model_copy(update={"end_steps": None})}
 
     monkeypatch.setattr(assemble, "router_options", forgetful)
     words = ["router.bias.kind=sign", "router.bias.rate=0.5", "router.end_steps=1"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from models.documents import Documents
+from moe.config import RouterConfig
 from moe.control import routers_of
 from tests.training.test_loop import batch_of, rows
 from training import graph as module
@@ -84,15 +85,23 @@ def test_places_are_powers_of_two(monkeypatch):
 def test_what_changes_a_router_changes_the_computation():
     from tests.training.test_loop import build
 
-    model, _ = build(torch.float32)
+    top_k = {"kind": "steps", "start": 3, "levels": [[2, 2]]}
+    setting = RouterConfig(bias=None, top_k=top_k, capacity={"factor": 1.5})
+    model, _ = build(torch.float32, setting)
     before = computation(model)
     assert computation(model) == before
     router = routers_of(model)[0]
-    for field, value in (("k", 1), ("frozen", True), ("capacity", 1.5), ("fading", True)):
-        kept = getattr(router, field)
-        setattr(router, field, value)
+    rules = router.rules
+    for owner, field, value in (
+        (rules.top_k, "k", 1),
+        (rules.top_k, "fading", True),
+        (rules.capacity, "limited", False),
+        (router, "frozen", True),
+    ):
+        kept = getattr(owner, field)
+        setattr(owner, field, value)
         assert computation(model) != before, field
-        setattr(router, field, kept)
+        setattr(owner, field, kept)
     assert computation(model) == before
 
 

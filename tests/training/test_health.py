@@ -2,7 +2,7 @@
 
 import torch
 
-from moe.metrics import RouterStats
+from moe.types import RouterStats
 from training.health import ALARM_DEAD, ALARM_STEPS, Alarms, HealthCounters, RoutingHealth
 
 

@@ -45,9 +45,9 @@ def router(balance: float = 0.0, z: float = 0.0, scope: str = "micro", load: str
     return RouterConfig(balance=given, bias=None, z_coef=z)
 
 
-def build(dtype: torch.dtype = torch.float32):
+def build(dtype: torch.dtype = torch.float32, setting: RouterConfig | None = None):
     config = ModelConfig(**MODEL, initializer_range=0.3)
-    model = build_model(config, dtype=dtype, seed=1)
+    model = build_model(config, dtype=dtype, seed=1, router=setting or router())
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     return model, local_engine(groups, clip_norm=None)
 
@@ -81,32 +81,31 @@ def batch_of(
     )
 
 
-def state_of(model, optimizer, setting=None, *, step=1, lr=0.01, **more) -> TrainState:
+def state_of(model, optimizer, *, step=1, lr=0.01, **more) -> TrainState:
     """At work on step `step`, in one process on the CPU unless told otherwise."""
     given = {"world": World(), "device": CPU} | more
     return TrainState(
         model=model,
         forward=model,
         optimizer=optimizer,
-        router=setting or router(),
         learning_rate=lambda _: lr,
         step=step,
         **given,
     )
 
 
-def take_step(model, optimizer, batches, setting=None, **more) -> StepResult:
-    state = state_of(model, optimizer, setting, **more)
+def take_step(model, optimizer, batches, **more) -> StepResult:
+    state = state_of(model, optimizer, **more)
     return train_step(state, batches, agree_on_step(state.world, batches, False))
 
 
 def step(sizes: list[int], setting=None, data=None, dtype=torch.float32, **keywords):
     """Gradient and result of one step over the rows, cut into micro-batches of these sizes."""
-    model, optimizer = build(dtype)
+    model, optimizer = build(dtype, setting)
     tokens, labels = data or rows()
     parts = zip(tokens.split(sizes), labels.split(sizes))
     batches = [batch_of(t, y) for t, y in parts]
-    result = take_step(model, optimizer, batches, setting, **keywords)
+    result = take_step(model, optimizer, batches, **keywords)
     return optimizer.gradient[:-3].clone(), result, model, optimizer
 
 
@@ -192,8 +191,8 @@ def test_padding_does_not_reach_the_router_losses():
     setting = router(balance=0.05, z=0.01)
 
     def run(batches):
-        model, optimizer = build()
-        result = take_step(model, optimizer, batches, setting, lr=0.0)
+        model, optimizer = build(setting=setting)
+        result = take_step(model, optimizer, batches, lr=0.0)
         return optimizer.gradient[:-3].clone(), result
 
     padded = batch_of(tokens, labels, valid)
@@ -291,9 +290,9 @@ def test_statistics_are_sums_over_micro_batches_and_the_last_counts_are_kept():
 
 
 def test_read_window_gives_the_last_step_and_names_skipped_ones():
-    model, optimizer = build()
+    model, optimizer = build(setting=router(0.1, 0.1))
     tokens, labels = rows()
-    state = state_of(model, optimizer, router(0.1, 0.1), step=0)
+    state = state_of(model, optimizer, step=0)
     state.learning_rate = lambda step: 0.01 * step
     window = []
     for number in (1, 2, 3):

@@ -8,8 +8,8 @@ import torch
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe.balance import balance_loss, flop_weights
-from moe.control import RouterControl
-from moe.metrics import RouterStats
+from moe.control import router_losses, routers_of
+from moe.types import RouterStats
 from tests.engines import local_engine
 from tests.moe.test_metrics import stats_of
 from tests.training.test_loop import CPU, batch_of, router, rows, take_step
@@ -18,7 +18,6 @@ from training.assemble import router_options
 from training.config.build import ConfigError, load_config, make_plan
 from training.estimate.flops import width_metrics
 from training.optim.groups import parameter_groups
-from training.step import relative_work, router_losses
 
 WIDTHS = [2, 4, 8, 8]
 WORDS = ["model.moe_expert_widths=[2,4,8,8]", "router.balance.load=flops"]
@@ -47,13 +46,12 @@ def test_equal_arithmetic_scores_one_and_wide_experts_weigh_more():
 
 def train(load: str, steps: int = 60) -> dict[str, float]:
     config = ModelConfig(**MODEL, moe_expert_widths=WIDTHS)
-    model = build_model(config, seed=1, control=RouterControl())
+    model = build_model(config, seed=1, router=router(balance=1.0, load=load))
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.0)
     optimizer = local_engine(groups, clip_norm=1.0)
     batches = [batch_of(*rows())]
-    settings = router(balance=1.0, load=load)
     for step in range(1, steps + 1):
-        result = take_step(model, optimizer, batches, settings, step=step)
+        result = take_step(model, optimizer, batches, step=step)
     return width_metrics(config, result.stats.counts_E)
 
 
@@ -65,24 +63,23 @@ def test_narrow_experts_get_more_tokens_where_arithmetic_is_balanced():
 
 def test_the_micro_batch_s_own_load_is_weighed_too():
     config = ModelConfig(**MODEL, moe_expert_widths=WIDTHS)
-    model = build_model(config)
-    settings = router(balance=1.0, load="flops")
-    work_LE = relative_work(model, settings, CPU)
-    assert torch.equal(work_LE[0], torch.tensor([2.0, 4, 8, 8]) / 5.5)
-    stats = RouterStats.stack([stats_of([4, 4, 4, 4], [4.0, 4, 4, 4])] * 2)
-    own, _ = router_losses(stats, 16, settings, None, work_LE=work_LE)
-    told, _ = router_losses(stats, 16, settings, stats.counts_E, work_LE=work_LE)
+    routers = routers_of(build_model(config, router=router(balance=1.0, load="flops")))
+    stats = RouterStats.stack([stats_of([4, 4, 4, 4], [8.0, 4, 2, 2])] * 2)
+    own, _ = router_losses(routers, stats, 16)
+    told, _ = router_losses(routers, stats, 16, stats.counts_E)
     assert torch.equal(own, told)
+    work_LE = torch.tensor([[2.0, 4, 8, 8]] * 2) / 5.5
+    torch.testing.assert_close(own, balance_loss(stats, stats.counts_E * work_LE).mean())
 
 
 def test_biases_aim_at_equal_arithmetic(tiny_config):
     glm = ["model.family=glm4_moe", "model.first_k_dense_replace=0", *WORDS]
     for words, targets in ((glm, (1 / 2, 1 / 4, 1 / 8, 1 / 8)), (glm[:-1], None)):
         config = load_config(tiny_config, words)
-        assert router_options(config, config.model.config, 8)["control"].bias_targets == targets
-    layers = "model.moe_expert_widths=[[2,4,8,8],[2,4,8,8]]"
-    with pytest.raises(ConfigError, match="as one list for all layers, with router"):
-        load_config(tiny_config, [*glm, layers])
+        model = config.model.config
+        options = router_options(config, model, 8)
+        forms = [model.moe_config(layer, **options).form for layer in model.moe_layers]
+        assert [form.shares for form in forms] == [targets] * 2
 
 
 @pytest.mark.parametrize(

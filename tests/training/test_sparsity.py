@@ -34,7 +34,7 @@ HARD = [*SOFT, "train.sparsity.kind=regrow"]
 
 def make(dtype=torch.float32, **schedule):
     config = ModelConfig(**MODEL, initializer_range=0.3)
-    model = build_model(config, seed=1, dtype=dtype)
+    model = build_model(config, seed=1, dtype=dtype, router=router(balance=0.1))
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     optimizer = local_engine(groups, clip_norm=1.0)
     good = {"density": 0.25, "every": 3, "start": 2, "end": 2, "until": 8}
@@ -43,7 +43,7 @@ def make(dtype=torch.float32, **schedule):
 
 def step_once(model, optimizer, sparsity, step):
     batches = [batch_of(*rows())]
-    state = state_of(model, optimizer, router(balance=0.1), step=step, followers=[sparsity])
+    state = state_of(model, optimizer, step=step, followers=[sparsity])
     totals = agree_on_step(World(), batches, False)
     result = train_step(state, batches, totals)
     end_step(state, totals)

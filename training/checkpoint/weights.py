@@ -123,7 +123,7 @@ def load_initial(engine: Engine, model: Decoder, path: str | Path) -> None:
 # State that changes what the model computes, and the setting that makes it do so.
 _ACTING = {
     ".router.selection_bias": "router.bias",
-    ".router.weight_ema": "router.selection",
+    ".router.rules.selection.weight_ema": "router.selection",
     ".router.family_E": "experts.copies",
     "masks/": "train.sparsity",
 }

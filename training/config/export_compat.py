@@ -1,10 +1,11 @@
 """Whether what trains is what an exported folder computes.
 
-Every knob that changes which function the trained model is stands in `KNOBS`, with the families
-that can express it. One that the model's family cannot is refused before the run starts, unless the
-config says that it ends (`router.end_steps`: nothing of the kind acts in the last so many steps)
-or that the run is not meant to be exported (`router.exportable: false`). What is not listed here
-changes training alone: losses, learning rates, token rounding, noise.
+A rule of the routers says by its word `export` whether it changes which function the trained model
+is; what else does stands in `KNOBS`, with the families that can express it. One that the model's
+family cannot is refused before the run starts, unless the config says that it ends
+(`router.end_steps`: nothing of the kind acts in the last so many steps) or that the run is not
+meant to be exported (`router.exportable: false`). All else changes training alone: losses, learning
+rates, token rounding, noise.
 
 The end of a run compares the model with what its folder will compute (`training/probe.py`), and a
 checkpoint records which knobs still act in it, so that no earlier one is exported by mistake.
@@ -46,26 +47,6 @@ KNOBS = (
         "other scores than its own",
         lambda c: c.router.score != c.model.config.router_score,
     ),
-    Knob("router.logits", "probabilities of amplitudes", lambda c: c.router.logits is not None),
-    Knob(
-        "router.capacity",
-        "limit on the tokens of an expert",
-        lambda c: c.router.capacity is not None,
-        "switched off",
-    ),
-    Knob(
-        "router.bias",
-        "selection bias",
-        lambda c: c.router.bias is not None,
-        "annealed to zero",
-        biased=True,
-    ),
-    Knob(
-        "router.selection",
-        "selection by averaged router weights",
-        lambda c: c.router.selection is not None and c.router.selection.kind == "ema",
-        "switched off",
-    ),
     # with a bias, layers are padded by experts that are never chosen
     Knob("experts.events", _LEVELS, events_uneven, "levelled", biased=True),
     Knob(
@@ -86,7 +67,19 @@ def _resizes(config: Config) -> bool:
 def inexact(config: Config) -> list[Knob]:
     """The knobs in use that the model's family cannot express."""
     biased = config.model.config.has_selection_bias
-    return [knob for knob in KNOBS if knob.used(config) and not (knob.biased and biased)]
+    rules = [
+        Knob(
+            f"router.{key}",
+            rule.lacks,
+            lambda c: True,
+            None if rule.export == "never" else rule.ended,
+            biased=rule.export == "in the family",
+        )
+        for key, rule in config.router.rules().items()
+        if rule.export != "training only"
+    ]
+    knobs = (*KNOBS, *rules)
+    return [knob for knob in knobs if knob.used(config) and not (knob.biased and biased)]
 
 
 def check_exactness(config: Config) -> None:

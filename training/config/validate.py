@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from moe.config import RouterConfig, check_router
+from moe.config import RouterConfig
 from parallel.engines.choose import LOCAL
 from training.assemble import router_options
 from training.config.export_compat import check_ends, check_exactness, last_acting_step
@@ -19,6 +19,9 @@ from training.config.plan import Plan
 from training.config.sections import Config
 from training.surgery.checks import check_experts, check_importance, revives_dead, uses_slots
 from training.surgery.policy import calendar, last_release
+
+# Where epochs make the length, any that no schedule is too long for does.
+ANY_STEPS = 1_000_000
 
 
 def check_config(config: Config) -> None:
@@ -38,25 +41,19 @@ def check_config(config: Config) -> None:
     if not model.moe_layers:
         _refuse_options(router)
         return
-    check_router(
-        router,
-        experts=model.num_experts,
-        k=model.num_experts_per_tok,
-        groups=model.expert_groups[0],
-        groups_kept=model.expert_groups[1],
-        sums_to_one=model.norm_topk_prob,
-    )
-    if getattr(router.balance, "load", "tokens") == "flops":
-        widths = model.moe_expert_widths
-        if widths is None or (router.bias is not None and isinstance(widths[0], list)):
-            one = "" if widths is None else " as one list for all layers, with router.bias"
-            raise ConfigError(
-                f"router.balance.load='flops' needs model.moe_expert_widths{one}; allowed: tokens"
-            )
-    if model.has_selection_bias and getattr(router.selection, "kind", None) == "sample":
-        raise ConfigError(
-            f"router.selection.kind=sample does not go with the selection bias of {model.family}"
-        )
+    _check_layers(config, config.train.steps or ANY_STEPS)
+
+
+def _check_layers(config: Config, steps: int) -> None:
+    """Refuse what no layer and no router can do."""
+    model = config.model.config
+    built = {"kernels": config.model.kernels, "save": config.model.save}
+    try:
+        for layer in model.moe_layers:
+            model.moe_config(layer, **built, **router_options(config, model, steps))
+    except ValueError as error:
+        where = "" if str(error).startswith("router.") else "the model's layers cannot be built: "
+        raise ConfigError(f"{where}{error}") from None
 
 
 def _refuse_options(router: RouterConfig) -> None:
@@ -207,16 +204,7 @@ def check_run(config: Config, steps: int) -> None:
             raise ConfigError(
                 f"{key}={value} has no effect: {why}; allowed: 1 to {last}, or leave it out"
             )
-    model = config.model.config
-    built = {"kernels": config.model.kernels, "save": config.model.save}
-    try:
-        options = built | router_options(config, model, steps)
-        for layer in model.moe_layers:
-            model.moe_config(layer, **options)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"the model's layers cannot be built: {error}") from None
+    _check_layers(config, steps)
 
 
 def _starts(config: Config, steps: int) -> Iterator[tuple[str, int | None, int, str]]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 
-from moe.top_k import TopKSchedule
-from training.config.load import ConfigError
+from moe.rules.top_k import TopKSchedule
 from training.config.sections import Config
 from training.optim.config import SCHEDULES, OptimConfig
 
@@ -90,29 +89,8 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
 
 
 def top_k_schedule(config: Config, steps: int) -> TopKSchedule | None:
-    """Experts per token over a run of `steps` steps; None where their number is constant.
-
-    Raises:
-        ConfigError: a schedule that cannot be, or that does not end before the run does.
-    """
+    """Experts per token over a run of `steps` steps; None where their number is constant."""
     top_k = config.router.top_k
     if top_k is None:
         return None
-    by_levels = top_k.kind == "steps"
-    try:
-        schedule = TopKSchedule(
-            top_k.kind,
-            start=top_k.start,
-            end=config.model.config.num_experts_per_tok,
-            ramp_steps=0 if by_levels else round(top_k.over * steps),
-            levels=tuple((step, k) for step, k in top_k.levels) if by_levels else (),
-            soft=not by_levels and top_k.soft,
-        )
-    except ValueError as error:
-        raise ConfigError(f"router.{error}") from None
-    if schedule.last_change > steps:
-        raise ConfigError(
-            f"router.top_k.levels reach model.num_experts_per_tok={schedule.end} at step "
-            f"{schedule.last_change}, after the {steps} steps of the run"
-        )
-    return schedule
+    return top_k.schedule(config.model.config.num_experts_per_tok, steps)

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from training.run import Run
     from training.run_state import RunState
 
-_SCOPES = {
-    "global": "the whole step",
-    "lagged": "the step before",
-    "micro": "each process's micro-batch",
-    "sequence": "each row",
-}
-
 
 def wandb_settings(config: Config, run: Run) -> dict[str, Any] | None:
     """Arguments of `wandb.init`; every attempt is a run of its own in the group of the run
@@ -81,8 +74,7 @@ def log_run_header(state: RunState) -> None:
     balance, bias = config.router.balance, config.router.bias
     if balance is not None:
         log.say(
-            f"balance loss: weight {balance.coef:g}, compared with the load of "
-            f"{_SCOPES[balance.kind]}"
+            f"balance loss: weight {balance.coef:g}, compared with the load of {balance.compares}"
         )
         if counts_first(config, plan.accumulation):
             log.say(

@@ -72,7 +72,7 @@ def _progress(state: RunState, window: Window, results: Sequence[StepResult]) ->
     lr, router_lr = state.train.optimizer.lrs(results[-1].lr)
     peak = peak_flops(state.device)
     routers = routers_of(state.model)
-    k = routers[0].k if routers else None
+    k = routers[0].training_k if routers else None
     model = state.model.config
     flops = flops_per_token(model, state.config.data.seq_len, k, window.counts_LE)
     metrics = width_metrics(model, window.counts_LE) | {

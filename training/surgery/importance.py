@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from moe.control import routers_of
-from moe.metrics import RouterStats, relative_load
+from moe.metrics import relative_load
 from moe.router import Router
 from moe.surgery import Change, move_rows
+from moe.types import RouterStats
 from training.follower import Follower
 from training.surgery.checks import importance, uses_slots
 

@@ -1054,7 +1054,7 @@ def token_rounding(
     renorm: str,
     backend: str,
 ) -> RoundedRouting:
-    """Round a plain choice. `moe.rounding.round_tokens` explains and checks the arguments.
+    """Round a plain choice. `moe.rules.rounding.round_tokens` explains and checks the arguments.
 
     Args:
         logits_TE, expert_TK, gate_TK, lse_T, counts_E: logits and the plain choice made of them.

@@ -11,11 +11,71 @@ Sources: GShard (arXiv 2006.16668), Switch Transformer (arXiv 2101.03961).
 
 from __future__ import annotations
 
+from typing import Annotated, Any, ClassVar, Literal
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from moe.kernels.common.gating import Gating
 from moe.routing import Routing
+from moe.rules.base import Export, RouterView, Rule, RuleSettings
+from moe.types import Form
+
+
+class Capacity(RuleSettings):
+    """While training, a limit on the tokens of an expert in a micro-batch; the rest is dropped."""
+
+    export: ClassVar[Export] = "ends"
+    lacks: ClassVar[str] = "limit on the tokens of an expert"
+    line: ClassVar = ("comparisons", "dropped tokens; a sort", "–")
+
+    factor: Annotated[float, Field(gt=0)]
+    """Most tokens, as a multiple of the mean."""
+    drop: Literal["probability", "position"] = "probability"
+    """Which tokens a full expert drops: those of the lowest gates, or the last ones."""
+
+    def build(self, form: Form, device: torch.device | str | None = None) -> Rule:
+        return _Capacity(self, form, device)
+
+    def check(self, form: Form, router: Any) -> None:
+        if router.rounding is not None:
+            raise ValueError(
+                "router.capacity and router.rounding both decide how many tokens an expert gets; "
+                "with rounding give router.rounding.max_tiles"
+            )
+        if self.factor * form.k >= form.experts:
+            raise ValueError(
+                f"router.capacity.factor={self.factor:g} has no effect: no expert can get more "
+                f"than {form.experts / form.k:g} times the mean; allowed: below that"
+            )
+
+
+class _Capacity(Rule):
+    def __init__(self, settings: Capacity, form: Form, device=None) -> None:
+        super().__init__(settings, form, device)
+        self.limited = True
+
+    def begin_step(self, step: int) -> str | None:
+        until, before = self.form.last_acting, self.limited
+        self.limited = until is None or step <= until
+        return "no expert drops tokens from now on" if before and not self.limited else None
+
+    @property
+    def phase(self) -> bool:
+        return self.limited
+
+    @property
+    def changes(self) -> int:
+        return int(self.form.last_acting is not None)
+
+    def limit_routing(self, router: RouterView, gating: Gating, routing: Routing) -> Routing:
+        if not self.limited:
+            return routing
+        settings, form = self.settings, self.form
+        return limit_capacity(
+            routing, gating, settings.factor, settings.drop, form.backend, router.experts_in_use
+        )
 
 
 def limit_capacity(

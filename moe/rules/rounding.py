@@ -14,102 +14,149 @@ Source: SonicMoE, arXiv 2512.14080, algorithm 4 and its ablations.
 
 from __future__ import annotations
 
-import math
 import warnings
-from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from moe.kernels.common.autograd import first_order
 from moe.kernels.common.backend import pick_backend
 from moe.kernels.common.gating import Gating
-from moe.kernels.routing.token_rounding import CAP_UNIT, RENORMS, VARIANTS, token_rounding
+from moe.kernels.routing.token_rounding import CAP_UNIT, token_rounding, weights_ref
 from moe.routing import Routing
+from moe.rules.base import RouterView, Rule, RuleSettings
+from moe.rules.mean_outputs import MeanOutputs
+from moe.scores import RENORMALISED
+from moe.settings import Settings
+from moe.types import Choice, Form
 
-DROPPED_GRADS = ("none", "default")
+GATES = {"top_k": "tc", "rounded": "tr", "none": "none"}
+"""Denominator of the gates → its name in `token_rounding`."""
 
 
-@dataclass(frozen=True)
-class RoundingConfig:
-    """How token counts become multiples of the tile.
+class DroppedGradient(Settings):
+    """Pairs that rounding dropped get the gradient of their expert's mean output (Default MoE,
+    arXiv 2504.12463)."""
 
-    Raises:
-        ValueError: an impossible value, by field, value and what is allowed.
-    """
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the mean outputs from step to step."""
 
-    variant: str = "nearest"
-    """With f tokens, low and high the multiples around f: nearest (tie up) | nearest_even (tie to
-    the even multiple) | up | down | balanced (the right total, largest remainders go up) |
-    stochastic (up with probability (f - low) / M, each expert alone) | systematic (the same
-    probability, one draw for all, so the total is right too) | score (up if the joining tokens'
-    score mass is at least the leaving ones')."""
-    tile: int = 128
-    """M, rows of a tile of the grouped products."""
-    min_tiles: int = 1
-    """An expert with at least one token gets at least this many tiles; 0 lets rounding empty an
-    expert, which then has no gradient and tends to stay empty."""
-    max_tiles: float | None = None
-    """None, or a capacity factor c >= 1.25: at most ceil(c T K / (E M)) tiles an expert."""
+
+class Rounding(RuleSettings):
+    """Each expert's token count becomes whole tiles in training (SonicMoE, arXiv 2512.14080);
+    evaluation never rounds."""
+
+    line: ClassVar = (
+        "experts have at least two tiles each, and a GPU is short of time",
+        "a sort per layer, less padding",
+        "r = 4, 2: none seen at ±0.10, ±0.03; r = 1: loss −0.07 ± 0.01",
+    )
+
+    to: Literal[
+        "nearest", "nearest_even", "up", "down", "balanced", "stochastic", "systematic", "score"
+    ]
+    """To which multiple of the tile, with f tokens and low and high the multiples around f: nearest
+    (tie up); nearest_even (tie to the even multiple); up; down; balanced (the right total, largest
+    remainders go up); stochastic (up with probability (f - low) / tile, each expert alone);
+    systematic (the same probability, one draw for all, so the total is right too); score (up if the
+    joining tokens' score mass is at least the leaving ones')."""
+    tile: Annotated[int, Field(ge=2)] = 128
+    """Rows of a tile of the grouped products."""
+    min_tiles: Annotated[int, Field(ge=0)] = 1
+    """Tiles that every expert with at least one token gets; 0 lets rounding empty an expert, which
+    then has no gradient and tends to stay empty."""
+    max_tiles: Annotated[float, Field(ge=1.25, le=1024)] | None = None
+    """Most tiles of one expert, as a multiple of the mean; `null`: no limit."""
+    min_mean_tiles: Annotated[float, Field(ge=0)] = 2.0
+    """A micro-batch with fewer tiles per expert than this on average is not rounded."""
     protect_top1: bool = False
-    """Never drop a token's first choice, so that every token keeps at least one expert."""
-    renorm: str = "tc"
-    """Denominator of the gates: tc = that of plain top-K (kept pairs keep their gate, added pairs
-    have their probability); tr = sum over the realised pairs; none = bare probabilities."""
-    dropped_grad: str = "none"
-    """default = a dropped pair's gate gets the gradient <dy_t, m_e> with m_e a default vector of
-    the expert (Default MoE, arXiv 2504.12463); see `dropped_pair_gradient`."""
-    min_mean_tiles: float = 2.0
-    """Below this many tiles per expert on average (T K / (E M)) the batch is routed by plain
-    top-K."""
+    """Never take a token's best expert from it."""
+    gates: Literal["top_k", "rounded", "none"] = "top_k"
+    """Denominator of the gates: the sum over the top-K set (kept pairs keep their gate), over the
+    set after rounding, or none."""
+    dropped: DroppedGradient | None = None
+    """What the gates of dropped pairs learn; `null`: nothing."""
 
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("variant", VARIANTS),
-            ("renorm", RENORMS),
-            ("dropped_grad", DROPPED_GRADS),
-        ):
-            if getattr(self, name) not in allowed:
+    def build(self, form: Form, device: torch.device | str | None = None) -> Rule:
+        if self.dropped is not None:
+            return _RoundedWithMeans(self, form, device, self.dropped.decay)
+        return _Rounded(self, form, device)
+
+    def check(self, form: Form, router: Any) -> None:
+        if self.gates != "top_k":
+            # evaluation and export take a token's gates as the norm says; rounding may not train
+            # others
+            sums_to_one = form.norm in RENORMALISED
+            if (self.gates == "rounded") != sums_to_one:
+                gates = "sum to 1" if sums_to_one else "do not sum to 1"
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(allowed)}"
+                    f"router.rounding.gates={self.gates}: the gates of a token {gates} in "
+                    "evaluation and in an export; allowed: top_k, "
+                    f"{'rounded' if sums_to_one else 'none'}"
                 )
-        if self.tile < 1:
-            raise ValueError(f"tile={self.tile} must be at least 1")
-        if self.min_tiles < 0:
-            raise ValueError(f"min_tiles={self.min_tiles} must be 0 or more")
-        if self.max_tiles is not None and not (
-            math.isfinite(self.max_tiles) and 1.25 <= self.max_tiles <= 1024
-        ):
+            if getattr(router.top_k, "soft", False):
+                raise ValueError(
+                    f"router.rounding.gates={self.gates} makes gates anew, without those that "
+                    "router.top_k.soft=true fades; allowed with it: top_k"
+                )
+        if self.min_tiles == 0 and router.bias is router.balance is None:
             raise ValueError(
-                f"max_tiles={self.max_tiles} is a capacity factor; allowed: none, or 1.25 to 1024"
+                "router.rounding.min_tiles=0 takes all tokens from an expert with less than half a "
+                "tile of them, and without balancing nothing brings it back; allowed: 1 or more, "
+                "or a router.balance or router.bias"
             )
-        if not (math.isfinite(self.min_mean_tiles) and self.min_mean_tiles >= 0):
-            raise ValueError(f"min_mean_tiles={self.min_mean_tiles} must be a finite number >= 0")
+        if form.start_experts is not None and self.max_tiles is not None:
+            raise ValueError(
+                f"router.rounding.max_tiles={self.max_tiles:g} does not go with experts that come "
+                "and go; allowed: null"
+            )
 
 
-def rounding_applies(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> bool:
+class _Rounded(Rule):
+    keeps_logits = True  # of the pairs that join
+
+    @property
+    def draws(self) -> bool:
+        return self.settings.to in ("stochastic", "systematic")
+
+    def make_routing(self, router: RouterView, logits_TE: Tensor, gating: Gating) -> Routing:
+        form = self.form
+        return round_tokens(
+            logits_TE, gating, self.settings, score=form.score, norm=form.norm, scale=form.scale,
+            backend=form.backend,
+        )  # fmt: skip
+
+
+class _RoundedWithMeans(_Rounded, MeanOutputs):
+    def output(self, y_TD: Tensor, choice: Choice, valid_T: Tensor | None) -> Tensor:
+        gating = choice.gating
+        dropped_TK = dropped_pairs(choice.routing, gating.expert_TK)
+        return dropped_pair_gradient(
+            y_TD, gating.gate_TK, gating.expert_TK, dropped_TK, self.means()
+        )
+
+
+def rounding_applies(config: Rounding, tokens: int, k: int, num_experts: int) -> bool:
     """Whether a batch of this shape is rounded: it has full tiles to give and enough of them per
     expert."""
-    if config.tile == 1 or tokens < config.tile:
-        return False  # whole tiles already, or none possible
-    return tokens * k >= config.min_mean_tiles * num_experts * config.tile
+    return tokens >= config.tile and tokens * k >= config.min_mean_tiles * num_experts * config.tile
 
 
-def max_slots(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> int:
+def max_slots(config: Rounding, tokens: int, k: int, num_experts: int) -> int:
     """Static upper bound on the pairs after rounding, whatever the counts."""
     joins = config.tile - 1  # tokens that can join one expert
-    if config.variant == "down":
+    if config.to == "down":
         joins = 0
-    elif config.variant in ("nearest", "nearest_even"):
+    elif config.to in ("nearest", "nearest_even"):
         joins = config.tile // 2
     if config.min_tiles:
         joins = max(joins, config.min_tiles * config.tile - 1)
     if config.protect_top1:
         joins = max(joins, config.tile - 1)
     extra = num_experts * joins
-    if config.variant in ("balanced", "systematic") and not (
-        config.min_tiles or config.protect_top1
-    ):
+    if config.to in ("balanced", "systematic") and not (config.min_tiles or config.protect_top1):
         extra = min(extra, config.tile)  # only the total is rounded, experts trade among themselves
     return min(tokens * k + extra, tokens * num_experts)
 
@@ -117,11 +164,11 @@ def max_slots(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> 
 _noticed: set[tuple[int, int, int, int]] = set()
 
 
-def _notice(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> None:
+def _notice(config: Rounding, tokens: int, k: int, num_experts: int) -> None:
     if torch.compiler.is_compiling():
         return  # a warning would break the graph
     key = (tokens, k, num_experts, config.tile)
-    if config.tile == 1 or key in _noticed:
+    if key in _noticed:
         return
     _noticed.add(key)
     warnings.warn(
@@ -135,7 +182,7 @@ def _notice(config: RoundingConfig, tokens: int, k: int, num_experts: int) -> No
 def round_tokens(
     logits_TE: Tensor,
     gating: Gating,
-    config: RoundingConfig,
+    config: Rounding,
     *,
     score: str = "softmax",
     norm: str = "topk_sum",
@@ -150,7 +197,7 @@ def round_tokens(
         logits_TE: [T, E], the logits that `gating` was made from; tokens that were not valid there
             are never taken here.
         gating: `topk_gating(logits_TE, k, score=score, norm=norm, scale=scale, …)`.
-        config: variant, tile and the rest.
+        config: to what, tile and the rest.
         score, norm, scale: as given to `topk_gating`.
         uniform_E: [E] numbers in [0, 1) for the variants stochastic and systematic; drawn from the
             device's generator if None.
@@ -176,7 +223,7 @@ def round_tokens(
     if not rounding_applies(config, T, k, E):
         _notice(config, T, k, E)
         return Routing.from_topk(gating.expert_TK, gating.gate_TK, E, backend=backend)
-    if config.variant in ("stochastic", "systematic") and uniform_E is None:
+    if config.to in ("stochastic", "systematic") and uniform_E is None:
         uniform_E = torch.rand(E, device=logits_TE.device)
     rounded = token_rounding(
         logits_TE,
@@ -189,12 +236,12 @@ def round_tokens(
         score=score,
         norm=norm,
         scale=scale,
-        variant=config.variant,
+        variant=config.to,
         tile=config.tile,
         min_tiles=config.min_tiles,
         cap=0 if config.max_tiles is None else round(config.max_tiles * CAP_UNIT),
         protect_top1=config.protect_top1,
-        renorm=config.renorm,
+        renorm=GATES[config.gates],
         backend=backend,
     )
     return Routing(
@@ -208,6 +255,26 @@ def round_tokens(
         slots_per_token=None,
         slot_offsets_T1=rounded.slot_offsets_T1,
     )
+
+
+def rounded_gates(
+    config: Rounding, form: Form, logits_TE: Tensor, gating: Gating, routing: Routing
+) -> Tensor:
+    """Gates [S] of given pairs, normalised as `config` says; differentiable."""
+    T, E = logits_TE.shape
+    token_S, expert_S = routing.token_S.long(), routing.expert_S.long()
+    used_S = expert_S >= 0
+    cell_S = torch.where(used_S, token_S * E + expert_S, 0)
+    weight_TE = weights_ref(logits_TE, form.score, form.norm)
+    if config.gates == "rounded":
+        weight_S = torch.where(used_S, weight_TE.reshape(-1)[cell_S], 0.0)
+        total_T = weight_S.new_zeros(T + 1).index_add(0, token_S, weight_S)
+        return weight_S / (total_T[token_S] + 1e-20) * form.scale
+    gate_TE = weight_TE * form.scale
+    if config.gates == "top_k":
+        # pairs of the top-K choice have the gate they have without rounding
+        gate_TE = gate_TE.scatter(1, gating.expert_TK.long().clamp(min=0), gating.gate_TK)
+    return torch.where(used_S, gate_TE.reshape(-1)[cell_S], 0.0)
 
 
 def dropped_pairs(routing: Routing, expert_TK: Tensor) -> Tensor:
