@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from moe import MoE, MoEConfig, RouterConfig, Routing
 from moe.control import begin_step
 from moe.experts import experts
+from moe.rules.mean_outputs import MeanOutputs
 from parallel.config import EXCHANGES, AllToAll
 from parallel.exchange.transport import Collective
 from parallel.expert_parallel import (
@@ -160,9 +161,10 @@ def _layer(config: MoEConfig, favoured: tuple[int, ...], dtype: torch.dtype) -> 
     layer.router.weight.data = torch.randn(config.num_experts, config.hidden_size, dtype=dtype)
     if favoured:
         layer.router.selection_bias[list(favoured)] = 1e4
-    if layer.router.default_ED is not None:
-        layer.router.default_ED.copy_(torch.randn(layer.router.default_ED.shape, dtype=dtype))
-        layer.router.default_count_E.fill_(3)
+    for rule in layer.router.rules.values():
+        if isinstance(rule, MeanOutputs):
+            rule.mean_ED.copy_(torch.randn(rule.mean_ED.shape, dtype=dtype))
+            rule.mean_count_E.fill_(3)
     begin_step(layer, 1)
     return layer
 

@@ -12,6 +12,7 @@ from models.config import ModelConfig
 from moe import MoE, MoEConfig
 from moe.config import RouterConfig
 from moe.control import begin_step
+from moe.rules.mean_outputs import MeanOutputs
 from parallel import World
 from tests.engines import local_engine
 from tests.gpu.test_training import CUDA, WIDE
@@ -66,10 +67,12 @@ def test_a_step_never_waits_for_the_device(name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_layer_agrees_with_the_cpu(name):
     torch.manual_seed(0)
-    layer = MoE(MoEConfig(64, 64, 8, 2, init_std=0.1, **CASES[name]))
-    if layer.router.default_ED is not None:
-        layer.router.default_ED.normal_()
-        layer.router.default_count_E.fill_(2)
+    router = RouterConfig(**CASES[name])
+    layer = MoE(MoEConfig(64, 64, 8, 2, init_std=0.1, router=router, steps=40))
+    for rule in layer.router.rules.values():
+        if isinstance(rule, MeanOutputs):
+            rule.mean_ED.normal_()
+            rule.mean_count_E.fill_(2)
     x_TD, dy_TD = torch.randn(256, 64), torch.randn(256, 64)
     grads = []
     for device in ("cpu", "cuda"):
