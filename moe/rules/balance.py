@@ -23,6 +23,8 @@ Coefficient = Annotated[float, Field(gt=0)]
 
 
 class LoadBalance(RuleSettings):
+    """Switch's loss against a load that the kind names."""
+
     coef: Coefficient = 0.01
     """Weight of the loss, mean over layers; a balanced layer has the value 1."""
     load: Literal["tokens", "flops"] = "tokens"

@@ -29,6 +29,8 @@ _TINY = 1e-20
 
 
 class BiasSettings(RuleSettings):
+    """What every rule of a selection bias can be told."""
+
     export: ClassVar[Export] = "in the family"
     lacks: ClassVar[str] = "selection bias"
     ended: ClassVar[str] = "annealed to zero"

@@ -146,7 +146,7 @@ def look(state: RunState) -> Seen:
         torch.ones_like(counts_LE, dtype=torch.bool) if active_LE is None else active_LE.bool(),
         counts_LE,
         window.health.dead_LE,
-        k=routers[0].k,
+        k=routers[0].training_k,
         **numbers,
     )
 
