@@ -23,7 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts._command import command, make_parser
 from training.config.load import expand_home, user_path
-from training.data.config import DataConfig, DataError, SourceConfig
+from training.data.config import (
+    DataConfig,
+    DataError,
+    SourceConfig,
+    TokenizerFile,
+    TrainedBpe,
+)
 from training.data.corpora import CORPORA, write_corpus
 from training.data.lock import try_lock
 from training.data.sources import make_reader, source_name
@@ -87,15 +93,13 @@ def prepare(given: argparse.Namespace) -> None:
     )
     if isinstance(source.path, str) and is_store(source.path):
         raise DataError(f"{source.path} is a token store already; --check verifies it")
-    config = DataConfig(
-        sources=[source],
-        tokenizer=given.tokenizer,
-        tokenizer_vocab_size=given.train_tokenizer,
-        eos_token=given.eos_token,
-        on_bad_line=given.on_bad_line,
-    )
-    if given.tokenizer is None and given.train_tokenizer is None:
+    if given.train_tokenizer is not None:
+        tokenizer = TrainedBpe(vocab_size=given.train_tokenizer)
+    elif given.tokenizer is not None:
+        tokenizer = TokenizerFile(path=given.tokenizer, eos_token=given.eos_token)
+    else:
         raise DataError("give --tokenizer, or --train-tokenizer N to train one on the inputs")
+    config = DataConfig(sources=[source], tokenizer=tokenizer, on_bad_line=given.on_bad_line)
     given.out.mkdir(parents=True, exist_ok=True)
     lock = try_lock(given.out / ".lock")
     if lock is None:

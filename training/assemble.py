@@ -25,6 +25,7 @@ from parallel.engines.sharded import Sharding
 from parallel.mesh import build_mesh
 from training.checkpoint.weights import load_initial
 from training.config.load import ConfigError
+from training.data.config import TokenizerFile
 from training.data.sources import store_tokenizers
 from training.graph import StepGraph, computation, launch_now, own_stream
 from training.health import RoutingHealth
@@ -56,8 +57,9 @@ def model_config(config: Config, tokenizer: TextTokenizer) -> ModelConfig:
     """
     given = config.model.config
     if tokenizer.vocab_size > given.vocab_size:
-        trained = config.data.tokenizer is None and not store_tokenizers(config.data)
-        smaller = f", or data.tokenizer_vocab_size={given.vocab_size}" if trained else ""
+        smaller = f", or data.tokenizer={{kind: bpe, vocab_size: {given.vocab_size}}}"
+        if isinstance(config.data.tokenizer, TokenizerFile) or store_tokenizers(config.data):
+            smaller = ""
         raise ConfigError(
             f"model.vocab_size={given.vocab_size} is too small for the tokenizer, which has "
             f"{tokenizer.vocab_size} tokens; allowed: at least that{smaller}"

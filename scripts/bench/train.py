@@ -68,7 +68,6 @@ COLUMNS = "name:38s | tok/s:,.0f | step s:.4f | MFU:6.1% | memory GiB:.1f"
 TEXT = (
     'data.sources=[{path: "bundled:moby-dick"}]',
     "data.tokenizer=bundled:moby-dick",
-    "data.tokenizer_vocab_size=null",
 )
 
 # ---- what benchmarks of whole models share -------------------------------------------------------

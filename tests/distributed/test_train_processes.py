@@ -222,7 +222,7 @@ def test_a_start_that_several_processes_refused_can_be_corrected(config, tmp_pat
     group = train(config, tmp_path, *words, short, world=2)
     assert group.wait() == [2, 2]
     assert "is too small" in group.output() and "Traceback" not in group.output()
-    finish(train(config, tmp_path, *words, "data.tokenizer_vocab_size=280", world=2))
+    finish(train(config, tmp_path, *words, "data.tokenizer={kind: bpe, vocab_size: 280}", world=2))
     kept = read_tokenizer(tmp_path / "runs/mine/tokenizer")
     assert kept.vocab_size == 280, "not that of the short text"
 

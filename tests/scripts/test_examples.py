@@ -49,11 +49,10 @@ def small(config: Path, folder: Path) -> list[str]:
         "model.max_position_embeddings=32",
         f"data.sources=[{{path: {folder}/text.txt, format: lines, name: text}}]",
         f"data.tokenizer={folder}/tokenizer",
-        "data.tokenizer_vocab_size=null",
         "data.seq_len=32",
         "data.workers=0",
-        "data.validation_fraction=0",
-        f"data.validation_sources=[{{path: {folder}/validation.txt, format: lines}}]",
+        "data.validation={kind: sources, sources: "
+        f"[{{path: {folder}/validation.txt, format: lines}}]}}",
         f"data.cache_dir={folder}/cache",
         "optim.warmup_steps=2",
         "train.steps=6",

@@ -107,7 +107,10 @@ MISTAKES = [
     ("data.sources=[a.txt]", "for example [{path: a.txt}], with a space after path:"),
     ("data.sources=[{path:/a, name: b}]", "for example [{path: /a}], with a space after path:"),
     ("data.sources={path: a.txt}", "for example [{path: a.txt}], with a space after path:"),
-    ("data.validation_sources=a.txt", "data.validation_sources='a.txt' must be a list of mappings"),
+    (
+        "data.validation={kind: sources, sources: a.txt}",
+        "data.validation.sources='a.txt' must be a list of mappings",
+    ),
     ("data.sources=5", "data.sources=5 must be a list"),
     ("log.plots=off", "log.plots='off' must be true or false"),
     ("train.compile=off", "train.compile='off' must be one of 'auto' or true or false"),
@@ -126,7 +129,6 @@ MISTAKES = [
     ("model.num_hidden_layers=99999999999", "must be a whole number <= 10000"),
     ("model.head_dim=3", "model.head_dim=3 rotates 3 dimensions; RoPE needs an even number"),
     ("model.clip_qkv=3", "model.clip_qkv=3 is no field of the family qwen3_moe, leave it out"),
-    ("data.bos_token=<s>", "data.bos_token='<s>' is read only with add_bos=true"),
     (
         "data.sources=[{path: a, split: train}]",
         "data.sources.0.split='train' is read only with hub",

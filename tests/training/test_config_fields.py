@@ -249,12 +249,14 @@ TURNED = {
     "experts.importance.kind": "experts.importance.kind=gate_mass",
     "experts.importance.decay": "experts.importance.decay=0.5",
     "data.sources": "data.sources=[{path: {folder}/validation.txt, format: lines}]",
-    "data.validation_sources": "data.validation_sources=[]",
-    "data.validation_fraction": "data.validation_fraction=0.4 data.validation_sources=[]",
-    "data.tokenizer": "data.tokenizer=null",
-    "data.tokenizer_vocab_size": "data.tokenizer_vocab_size=270 data.tokenizer=null",
-    "data.eos_token": "data.eos_token='the'",
-    "data.bos_token": "data.bos_token='<|endoftext|>'",
+    "data.validation.kind": "data.validation={kind: fraction, fraction: 0.4}",
+    "data.validation.fraction": "data.validation.fraction=0.2",
+    "data.validation.sources": "data.validation.sources=[{path: {folder}/text.txt, format: lines}]",
+    "data.tokenizer.kind": "data.tokenizer.kind=bpe",
+    "data.tokenizer.path": "data.tokenizer.path={folder}/none",
+    "data.tokenizer.vocab_size": "data.tokenizer.vocab_size=270",
+    "data.tokenizer.eos_token": "data.tokenizer.eos_token='the'",
+    "data.tokenizer.bos_token": "data.tokenizer.bos_token='<|endoftext|>'",
     "data.add_bos": "data.add_bos=true",
     "data.seq_len": "data.seq_len=16",
     "data.packing": "data.packing=false",
@@ -318,6 +320,7 @@ TURNED = {
 }
 # What the run is like before the field is turned, where the tiny run leaves the field no effect.
 ROUNDED = "router.rounding.to=nearest router.rounding.tile=4"
+NAMED = "data.tokenizer={path: {folder}/tokenizer}"
 GLM = "model.family=glm4_moe model.first_k_dense_replace=0"
 FALLING = "router.top_k.kind=linear router.top_k.start=3"
 DRAWN = "router.selection.kind=sample router.selection.temperature=1"
@@ -367,7 +370,10 @@ BEFORE = {
         [f"train.sparsity.{n}" for n in ("kind", "block", "start", "every", "end", "until")], MASKED
     ),
     "train.sparsity.regrow": f"{MASKED} train.sparsity.kind=regrow",
-    "data.tokenizer_vocab_size": "data.tokenizer=null data.tokenizer_vocab_size=262",
+    "data.validation.fraction": "data.validation={fraction: 0.4}",
+    **{f"data.tokenizer.{key}": NAMED for key in ("kind", "path", "eos_token")},
+    "data.tokenizer.bos_token": f"{NAMED} data.add_bos=true",
+    "data.tokenizer.vocab_size": "data.tokenizer={kind: bpe, vocab_size: 262}",
     **dict.fromkeys(("optim.weights", "optim.moments"), "train.dtype=bfloat16"),
     "eval.sample.tokens": "eval.sample.prompt=whale",
     "log.wandb.project": "log.wandb.mode=offline",
@@ -413,7 +419,7 @@ def places() -> set[str]:
     """Every field but those of the architecture and of the items of lists; of an option the fields
     of its kinds."""
     names = field_names()
-    lists = {"data.sources", "data.validation_sources", "experts.events"}
+    lists = {"data.sources", "data.validation.sources", "experts.events"}
     found = {
         f"{section}.{key}"
         for section, keys in names.items()

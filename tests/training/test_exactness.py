@@ -233,7 +233,7 @@ def test_c6_a_dense_model_is_compared_and_a_start_with_nothing_to_do_says_it_was
     assert run(*words) == 0
     folder = tmp_path / "runs" / "dense"
     assert [line["exact"] for line in events(folder, "export_check")] == [True]
-    words = ("run.name=bare", "data.validation_sources=[]", "eval.every_steps=null")
+    words = ("run.name=bare", "data.validation=null", "eval.every_steps=null")
     assert run(*words) == 0
     assert run(*words) == 0  # at its last step already: no rows to compare
     compared, not_compared = events(tmp_path / "runs" / "bare", "export_check")

@@ -313,7 +313,14 @@ def test_e12_each_source_has_its_numbers(run, tmp_path, capsys):
         (tmp_path / f"{name}.txt").write_text("\n".join(documents(40, seed=seed)))
     sources = "[{path: a.txt, format: lines, weight: 3}, {path: b.txt, format: lines, weight: 1}]"
     held = "[{path: a.txt, format: lines}, {path: b.txt, format: lines}]"
-    assert run("run.name=a", f"data.sources={sources}", f"data.validation_sources={held}") == 0
+    assert (
+        run(
+            "run.name=a",
+            f"data.sources={sources}",
+            f"data.validation={{kind: sources, sources: {held}}}",
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert re.search(r"data: a: .*; 75\.0% of the rows\n", out)
     assert re.search(r"validation at step 2: loss .*; loss of a \d\.\d+, b \d\.\d+\n", out)
@@ -326,7 +333,7 @@ def test_e12_each_source_has_its_numbers(run, tmp_path, capsys):
 def test_e15_an_empty_text_is_named(run, tmp_path, capsys):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "some.txt").write_text("\n".join(documents(60)))
-    new = ("data.tokenizer=null", "data.tokenizer_vocab_size=280")
+    new = ("data.tokenizer={kind: bpe, vocab_size: 280}",)
     for words in ((), new):
         assert run("data.sources=[{path: empty.txt}]", *words) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]

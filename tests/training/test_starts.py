@@ -37,7 +37,7 @@ def test_a_refused_start_leaves_nothing_for_the_next(run, tmp_path, capsys):
     smaller = "model.vocab_size=288 is too small .*; allowed: at least that, or data.tokenizer_voca"
     assert re.search(smaller + "b_size=288", capsys.readouterr().err)
     assert not folder.exists()
-    assert run(*words, "data.tokenizer_vocab_size=280", source("b.txt")) == 0
+    assert run(*words, "data.tokenizer={kind: bpe, vocab_size: 280}", source("b.txt")) == 0
     assert "Ġzebra" in read_tokenizer(folder / "tokenizer").backend.get_vocab()
 
 
@@ -46,10 +46,10 @@ def test_a_tokenizer_of_a_run_without_checkpoint_is_made_anew(run, tmp_path):
     words = ["run.name=mine", "data.tokenizer=null", "run.resume=never"]
     (folder / "tokenizer").mkdir(parents=True)  # as a start that was killed leaves it
     train_tokenizer(["other text, " * 9], 270).save(folder / "tokenizer")
-    assert run(*words, "data.tokenizer_vocab_size=284") == 0
+    assert run(*words, "data.tokenizer={kind: bpe, vocab_size: 284}") == 0
     kept = read_tokenizer(folder / "tokenizer")
     assert kept.vocab_size == 284
-    assert run(*words[:2], "data.tokenizer_vocab_size=280", "train.steps=6") == 0
+    assert run(*words[:2], "data.tokenizer={kind: bpe, vocab_size: 280}", "train.steps=6") == 0
     assert read_tokenizer(folder / "tokenizer").hash == kept.hash, "a checkpoint was made with it"
 
 
@@ -72,7 +72,7 @@ def test_a_start_on_a_full_disk_is_one_line_and_leaves_the_run(run, tmp_path, ca
 
 def test_a_tokenizer_that_a_run_has_lost_is_the_checkpoints(run, tmp_path):
     folder = tmp_path / "runs" / "mine"
-    words = ["run.name=mine", "data.tokenizer=null", "data.tokenizer_vocab_size=280"]
+    words = ["run.name=mine", "data.tokenizer={kind: bpe, vocab_size: 280}"]
     assert run(*words) == 0
     kept = read_tokenizer(folder / "tokenizer")
     (folder / "tokenizer/tokenizer.json").unlink()

@@ -45,9 +45,12 @@ def write_inputs(folder: Path, count: int = 60) -> Path:
         "model": MODEL,
         "data": {
             "sources": [{"path": str(folder / "text.txt"), "format": "lines", "name": "text"}],
-            "validation_sources": [
-                {"path": str(folder / "validation.txt"), "format": "lines", "name": "held-out"}
-            ],
+            "validation": {
+                "kind": "sources",
+                "sources": [
+                    {"path": str(folder / "validation.txt"), "format": "lines", "name": "held-out"}
+                ],
+            },
             "tokenizer": str(folder / "tokenizer"),
             "seq_len": 32,
             "cache_dir": str(folder / "cache"),

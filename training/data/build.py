@@ -6,7 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from training.data.cache import open_source
-from training.data.config import DataConfig, DataError, SourceConfig
+from training.data.config import (
+    DataConfig,
+    DataError,
+    HeldOutFraction,
+    SourceConfig,
+    ValidationSources,
+)
 from training.data.held_out import HeldOut
 from training.data.loader import Source, TrainData
 from training.data.mixture import integer_weights
@@ -45,6 +51,11 @@ def build_data(
         bos_id=tokenizer.bos_id if tokenizer.add_bos else None,
     )
     opened = {"config": config, "tokenizer": tokenizer, "timeout_s": timeout_s}
+    fraction, texts = 0.0, []
+    if isinstance(config.validation, HeldOutFraction):
+        fraction = config.validation.fraction
+    elif isinstance(config.validation, ValidationSources):
+        texts = config.validation.sources
     sources: list[Source] = []
     validation: list[Source] = []
     for key, name, given in _named(config.sources, "data.sources"):
@@ -53,7 +64,7 @@ def build_data(
         if streamed:
             background.wait_for(lambda store=store: store.documents > 0)
         place = f"{key} ({given.path or given.hub})"
-        held = HeldOut(store, config.validation_fraction, streamed, place)
+        held = HeldOut(store, fraction, streamed, place)
         order = Order(
             store, row_format, seed=seed if config.shuffle else None, held=held, streamed=streamed
         )
@@ -62,7 +73,7 @@ def build_data(
         source = Source(name, order, background, notes)
         sources.append(source)
         _check_enough(source, key, str(given.path or given.hub))
-        if config.validation_fraction:
+        if fraction:
             part = Order(
                 store,
                 row_format,
@@ -74,7 +85,7 @@ def build_data(
             validation.append(Source(name, part))
     if config.stream and all(source.background is None for source in sources):
         raise DataError("data.stream=true has no use: all sources are token stores already")
-    for key, name, given in _named(config.validation_sources, "data.validation_sources"):
+    for key, name, given in _named(texts, "data.validation.sources"):
         store, _, notes = open_source(given, key, stream=False, **opened)
         order = Order(store, row_format, seed=_VALIDATION_SEED, held=HeldOut(store, 0.0, False))
         source = Source(name, order, notes=notes)

@@ -1,18 +1,15 @@
-"""The `data` section of a run's config: which text, which tokenizer, how rows are cut.
-
-A field that only makes sense beside another one defaults to None, so that setting it where
-nothing reads it is an error and not a silence.
-"""
+"""The `data` section of a run's config: which text, which tokenizer, how rows are cut."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from models.errors import UserError
-from moe.settings import Settings
+from moe.settings import Settings, one_of
 from training.config.load import PathText
 
 BUNDLED = "bundled:"
@@ -73,29 +70,100 @@ class SourceConfig(Settings):
         return self
 
 
-class DataConfig(Settings):
-    """What the model reads. Rows are a pure function of (seed, epoch, index): see docs/data.md."""
+def _are_mappings(place: str, given: Any) -> Any:
+    """Show how a source is written to who gives its path alone, or no space after `path:`."""
+    found = given.get("path") if isinstance(given, dict) else None
+    for item in given if isinstance(given, list) else [given]:
+        keys = item if isinstance(item, dict) else [f"path:{item}"] * isinstance(item, str)
+        glued = [key for key in keys if isinstance(key, str) and key.startswith("path:")]
+        found = glued[0].removeprefix("path:") if glued else found
+    if found is not None:
+        raise ValueError(
+            f"{place}={given!r} must be a list of mappings, for example "
+            f"[{{path: {found}}}], with a space after path:"
+        )
+    return given
 
-    sources: Annotated[list[SourceConfig], Field(min_length=1)] = Field(
-        default_factory=lambda: [SourceConfig(path=BUNDLED + "moby-dick")]
-    )
-    """Training text; several sources are interleaved row by row by weight."""
-    validation_sources: list[SourceConfig] = Field(default_factory=list)
-    """Text for validation alone, each reported by its name."""
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each source's documents kept out of training for validation; of a source of one
-    document, the last share of its tokens. The choice does not depend on run.seed, so that runs
-    with different seeds compare."""
-    tokenizer: PathText | None = None
-    """tokenizer.json, a folder with one, a hub name or `bundled:moby-dick`. Null: that of the
-    weights with `model.init_from`; else that of the token store when the sources are stores; else a
-    byte-level BPE trained on the sources. With `model.init_from` another one is refused."""
-    tokenizer_vocab_size: Annotated[int, Field(ge=260)] | None = None
-    """Vocabulary of the BPE to train when tokenizer is null; default 4096."""
+
+def _sources(place: str) -> Any:
+    """The type of a list of sources at a place in the config."""
+    check = BeforeValidator(partial(_are_mappings, place))
+    return Annotated[list[SourceConfig], check, Field(min_length=1)]
+
+
+class TokenizerFile(Settings):
+    """A tokenizer that is there; its path alone may stand for it."""
+
+    kind: Literal["file"] = "file"
+    path: PathText
+    """tokenizer.json, a folder with one, a hub name or `bundled:moby-dick`."""
     eos_token: str | None = None
     """End-of-document token, when the tokenizer's own files do not name one."""
     bos_token: str | None = None
-    """Begin-of-document token for add_bos, when the tokenizer's own files do not name one."""
+    """Begin-of-document token for `data.add_bos`, when the tokenizer's own files name none."""
+
+
+class TrainedBpe(Settings):
+    """A byte-level BPE that is trained on the sources, once."""
+
+    kind: Literal["bpe"] = "bpe"
+    vocab_size: Annotated[int, Field(ge=260)] = 4096
+    """Tokens, three of them special; a small text gives fewer."""
+
+
+TOKENIZERS: dict[str, type[Settings]] = {"file": TokenizerFile, "bpe": TrainedBpe}
+
+
+class HeldOutFraction(Settings):
+    """Documents kept out of training. The choice does not depend on run.seed, so that runs with
+    different seeds compare."""
+
+    kind: Literal["fraction"] = "fraction"
+    fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Share of each source's documents; of a source of one document, the last share of its
+    tokens."""
+
+
+class ValidationSources(Settings):
+    """Text for validation alone, each source reported by its name."""
+
+    kind: Literal["sources"] = "sources"
+    sources: _sources("data.validation.sources")
+    """As `data.sources`, without weights."""
+
+    @field_validator("sources")
+    @classmethod
+    def _have_no_weight(cls, sources: list[SourceConfig]) -> list[SourceConfig]:
+        if any(source.weight is not None for source in sources):
+            raise ValueError("data.validation.sources: weight is read only for training sources")
+        return sources
+
+
+VALIDATIONS: dict[str, type[Settings]] = {
+    "fraction": HeldOutFraction,
+    "sources": ValidationSources,
+}
+
+
+def _path_is_a_file(given: Any) -> Any:
+    return {"kind": "file", "path": given} if isinstance(given, str) else given
+
+
+class DataConfig(Settings):
+    """What the model reads. Rows are a pure function of (seed, epoch, index): see docs/data.md."""
+
+    sources: _sources("data.sources") = Field(
+        default_factory=lambda: [SourceConfig(path=BUNDLED + "moby-dick")]
+    )
+    """Training text; several sources are interleaved row by row by weight."""
+    validation: one_of(VALIDATIONS, default="fraction") | None = None
+    """Text to validate on: a part of the training text, or text of its own. `null`: none."""
+    tokenizer: Annotated[
+        one_of(TOKENIZERS, default="file") | None, BeforeValidator(_path_is_a_file)
+    ] = None
+    """The path of a tokenizer, or one to train. `null`: that of the weights with
+    `model.init_from`; else that of the token store when the sources are stores; else a BPE trained
+    on the sources. With `model.init_from` another one is refused."""
     add_bos: bool = False
     """Put one begin-of-document token before each document (one EOS always ends it)."""
     seq_len: Annotated[int, Field(ge=2)] = 512
@@ -117,38 +185,13 @@ class DataConfig(Settings):
     cache_dir: PathText | None = None
     """Where tokenised sources are kept and found again; default ~/.cache/tessera/data."""
 
-    @field_validator("sources", "validation_sources", mode="before")
-    @classmethod
-    def _are_mappings(cls, given: Any, info: ValidationInfo) -> Any:
-        """Show how a source is written to who gives its path alone, or no space after `path:`."""
-        found = given.get("path") if isinstance(given, dict) else None
-        for item in given if isinstance(given, list) else [given]:
-            keys = item if isinstance(item, dict) else [f"path:{item}"] * isinstance(item, str)
-            glued = [key for key in keys if isinstance(key, str) and key.startswith("path:")]
-            found = glued[0].removeprefix("path:") if glued else found
-        if found is not None:
-            raise ValueError(
-                f"data.{info.field_name}={given!r} must be a list of mappings, for example "
-                f"[{{path: {found}}}], with a space after path:"
-            )
-        return given
-
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
-        if self.tokenizer is not None and self.tokenizer_vocab_size is not None:
-            raise ValueError("tokenizer_vocab_size is read only when tokenizer is null")
-        if self.bos_token is not None and not self.add_bos:
-            raise ValueError("bos_token is read only with add_bos=true")
-        if self.validation_sources and self.validation_fraction:
-            raise ValueError("validation_sources and validation_fraction exclude each other")
         weighted = [source.weight is not None for source in self.sources]
         if any(weighted) and not all(weighted):
             raise ValueError("sources: give a weight to every source or to none")
         if len(self.sources) == 1 and weighted[0]:
             raise ValueError("sources: weight has no use with a single source")
-        for source in self.validation_sources:
-            if source.weight is not None:
-                raise ValueError("validation_sources: weight is read only for training sources")
         if self.stream and len(self.sources) > 1 and not all(weighted):
             raise ValueError("sources: stream=true needs a weight for each of several sources")
         return self

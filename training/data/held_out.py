@@ -43,7 +43,7 @@ class HeldOut:
         if tokens < 2:
             raise DataError(
                 f"{place} has {tokens} tokens in {total} documents, too few for both training and "
-                f"validation (data.validation_fraction={fraction}); give more text"
+                f"validation (data.validation.fraction={fraction}); give more text"
             )
         if total == 1:
             self._by_block[counts.index(1)] = np.zeros(1, np.int64)

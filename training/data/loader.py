@@ -302,7 +302,7 @@ class TrainData:
             "add_bos": self.format.bos_id is not None,
             "shuffle": self.config.shuffle,
             "stream": self.config.stream,
-            "validation_fraction": self.config.validation_fraction,
+            "validation.fraction": getattr(self.config.validation, "fraction", 0.0),
             "tokenizer": self.tokenizer.hash,
         }
 

@@ -113,7 +113,7 @@ def log_run_header(state: RunState) -> None:
 def what_runs(state: RunState) -> Iterator[str]:
     """A line each: tokenizer, kernels, attention, engine, as chosen for this run."""
     tokenizer, plan = state.tokenizer, state.plan
-    name = state.config.data.tokenizer or "of the data"
+    name = getattr(state.config.data.tokenizer, "path", "of the data")
     yield f"tokenizer: {name}, {tokenizer.vocab_size:,} tokens, hash {tokenizer.hash[:12]}"
     dtype = getattr(torch, plan.dtype)
     loss = loss_backend(torch.empty(0, device=state.device, dtype=dtype))

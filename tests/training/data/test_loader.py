@@ -173,7 +173,7 @@ def test_a_batch_larger_than_the_epoch_starts_over_within_it(tmp_path: Path) -> 
 
 
 def test_reading_leaves_torch_random_state_alone(tmp_path: Path) -> None:
-    data = make_data(tmp_path, UNEQUAL, seq_len=8, validation_fraction=0.1)
+    data = make_data(tmp_path, UNEQUAL, seq_len=8, validation={"fraction": 0.1})
     before = torch.get_rng_state()
     take(data, 2, global_batch_size=2, micro_batch_size=1)
     list(data.validation(micro_batch_size=2)["data"])
@@ -283,11 +283,13 @@ def validation_rows(data: TrainData, world: int, **options) -> dict[str, list]:
 @pytest.mark.parametrize("packing", [True, False])
 def test_validation_is_the_same_for_every_world_and_call(tmp_path: Path, packing: bool) -> None:
     texts = {"a": numbered(60, 5), "b": numbered(80, 5, start=1000)}
-    data = make_data(tmp_path, texts, seq_len=8, packing=packing, validation_fraction=0.2)
+    data = make_data(tmp_path, texts, seq_len=8, packing=packing, validation={"fraction": 0.2})
     one = validation_rows(data, 1, micro_batch_size=3)
     for world in (1, 2, 3, 4):
         assert validation_rows(data, world, micro_batch_size=3) == one
-    other = make_data(tmp_path, texts, seq_len=8, packing=packing, validation_fraction=0.2, seed=9)
+    other = make_data(
+        tmp_path, texts, seq_len=8, packing=packing, validation={"fraction": 0.2}, seed=9
+    )
     assert validation_rows(other, 1, micro_batch_size=3) == one
     trained = {
         t
@@ -303,7 +305,7 @@ def test_validation_is_the_same_for_every_world_and_call(tmp_path: Path, packing
 
 
 def test_a_limit_takes_the_same_rows_in_every_world_and_micro_batch(tmp_path: Path) -> None:
-    data = make_data(tmp_path, numbered(60, 7), seq_len=8, validation_fraction=0.5)
+    data = make_data(tmp_path, numbered(60, 7), seq_len=8, validation={"fraction": 0.5})
     limited = [
         validation_rows(data, world, micro_batch_size=size, max_rows=10)["data"]
         for world, size in ((1, 4), (2, 2), (3, 2), (4, 1))
@@ -322,7 +324,9 @@ def test_validation_sources_of_their_own(tmp_path: Path) -> None:
         )
         for i in range(2)
     ]
-    data = make_data(tmp_path, numbered(30, 3), seq_len=4, validation_sources=own)
+    data = make_data(
+        tmp_path, numbered(30, 3), seq_len=4, validation={"kind": "sources", "sources": own}
+    )
     assert data.validation_names == ["v0", "v1"]
     rows = validation_rows(data, 2, micro_batch_size=2)
     for i in range(2):
@@ -333,10 +337,10 @@ def test_validation_sources_of_their_own(tmp_path: Path) -> None:
 
 
 def test_validation_does_not_move_training(tmp_path: Path) -> None:
-    data = make_data(tmp_path, UNEQUAL, seq_len=8, validation_fraction=0.2)
+    data = make_data(tmp_path, UNEQUAL, seq_len=8, validation={"fraction": 0.2})
     options = {"global_batch_size": 4, "micro_batch_size": 2}
     expected = take(data, 4, **options)
-    other = make_data(tmp_path, UNEQUAL, seq_len=8, validation_fraction=0.2)
+    other = make_data(tmp_path, UNEQUAL, seq_len=8, validation={"fraction": 0.2})
     got = []
     for step in other.steps(steps=4, **options):
         got.append(rows_of(step))
@@ -433,7 +437,7 @@ def test_begin_token_that_does_not_exist(tmp_path: Path) -> None:
     from dataclasses import replace
 
     config = DataConfig(add_bos=True)
-    with pytest.raises(DataError, match=r"add_bos=true.*data\.bos_token"):
+    with pytest.raises(DataError, match=r"add_bos=true.*bos_token: …"):
         build_data(config, replace(number_tokenizer(tmp_path), bos_id=None), seed=0)
 
 
@@ -445,14 +449,14 @@ def test_begin_token_that_does_not_exist(tmp_path: Path) -> None:
         {"packing": False},
         {"add_bos": True},
         {"shuffle": False},
-        {"validation_fraction": 0.1},
+        {"validation": {"fraction": 0.1}},
     ],
 )
 def test_a_state_of_other_rows_is_refused(tmp_path: Path, changes: dict) -> None:
     data = make_data(tmp_path, UNEQUAL, seq_len=8)
     other = make_data(tmp_path, UNEQUAL, **{"seq_len": 8, **changes})
     key = next(iter(changes))
-    with pytest.raises(DataError, match=rf"data\.{key}=.*repeated or lost"):
+    with pytest.raises(DataError, match=rf"data\.{key}[.=].*repeated or lost"):
         other.load_state_dict(data.state_dict())
 
 

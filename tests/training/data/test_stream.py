@@ -241,7 +241,7 @@ def test_of_several_ranks_one_has_the_writer(tmp_path: Path) -> None:
 
 
 def test_validation_while_streaming_is_of_the_first_block(tmp_path: Path, opened) -> None:
-    data = opened(tmp_path, validation_fraction=0.2)
+    data = opened(tmp_path, validation={"fraction": 0.2})
 
     def held() -> set[int]:
         batches = data.validation(micro_batch_size=2)["data"]

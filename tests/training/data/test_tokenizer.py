@@ -13,6 +13,7 @@ from tests.training.data.helpers import (
     EOS,
     NUMBERS,
     PAD,
+    make_store,
     number_tokenizer,
     rows_of,
     write_jsonl,
@@ -141,7 +142,7 @@ def test_end_token_is_found_in_the_files_or_given(tmp_path: Path) -> None:
 
     (tmp_path / "c").mkdir()
     Tokenizer(models.WordLevel({"a": 0})).save(str(tmp_path / "c/tokenizer.json"))
-    with pytest.raises(DataError, match=r"no end-of-document token.*data\.eos_token"):
+    with pytest.raises(DataError, match=r"no end-of-document token.*eos_token: …"):
         read_tokenizer(tmp_path / "c")
     # A choice made by the user is kept with the run.
     read_tokenizer(named, eos_token="77").save(tmp_path / "kept")
@@ -177,7 +178,9 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 def test_trained_tokenizer_is_kept_with_the_run(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", bundled_text()[:3])
-    config = DataConfig(sources=[SourceConfig(path=str(path))], tokenizer_vocab_size=400)
+    config = DataConfig(
+        sources=[SourceConfig(path=str(path))], tokenizer={"kind": "bpe", "vocab_size": 400}
+    )
     first = load_tokenizer(config, tmp_path / "run/tokenizer")
     assert first.vocab_size == 400
     write_jsonl(path, ["the text is another one by now"])
@@ -219,12 +222,26 @@ def test_bad_lines_stop_the_training_of_a_tokenizer(tmp_path: Path) -> None:
     """A wrong text field is told as when a tokenizer is there, and not as an empty text."""
     path = write_jsonl(tmp_path / "a.jsonl", ["the whale and the sea"] * 3)
     path.write_text(path.read_text() + '{"content": "x"}\n')
-    source = {"sources": [SourceConfig(path=str(path))], "tokenizer_vocab_size": 260}
+    source = {
+        "sources": [SourceConfig(path=str(path))],
+        "tokenizer": {"kind": "bpe", "vocab_size": 260},
+    }
     with pytest.raises(DataError, match=r"no text field at .*a.jsonl:4: no field 'text'; it has c"):
         load_tokenizer(DataConfig(**source), tmp_path / "tokenizer")
     assert not (tmp_path / "tokenizer").exists()
     skipping = DataConfig(**source, on_bad_line="skip")
     assert load_tokenizer(skipping, tmp_path / "tokenizer").vocab_size == 260
+
+
+def test_a_token_store_trains_no_tokenizer(tmp_path: Path) -> None:
+    own = number_tokenizer(tmp_path / "tokenizer")
+    store = make_store(tmp_path / "store", [[[3, 4, 5]]], tokenizer=own.hash)
+    own.save(store.folder / "tokenizer")
+    source = [SourceConfig(path=str(store.folder))]
+    assert load_tokenizer(DataConfig(sources=source)).hash == own.hash
+    trained = DataConfig(sources=source, tokenizer={"kind": "bpe"})
+    with pytest.raises(DataError, match=r"kind=bpe trains on text, but .*store is a token store"):
+        load_tokenizer(trained)
 
 
 def test_fewer_merges_than_asked_for_are_told(caplog) -> None:
@@ -260,8 +277,8 @@ def test_b1_initial_weights_bring_their_tokenizer(tmp_path: Path) -> None:
     other = DataConfig(sources=[text], tokenizer=str(write_tokenizer(tmp_path / "other", 30)))
     with pytest.raises(DataError, match=r"other' is another tokenizer than .*init_from='out/'"):
         load_tokenizer(other, tmp_path / "r3/tokenizer", **start)
-    trained = DataConfig(sources=[text], tokenizer_vocab_size=300)
-    with pytest.raises(DataError, match="tokenizer_vocab_size=300 trains a tokenizer, but"):
+    trained = DataConfig(sources=[text], tokenizer={"kind": "bpe", "vocab_size": 300})
+    with pytest.raises(DataError, match=r"tokenizer\.kind=bpe trains a tokenizer, but"):
         load_tokenizer(trained, tmp_path / "r4/tokenizer", **start)
     without = {"init_from": None, "init_name": "out/"}
     with pytest.raises(DataError, match=r"init_from='out/' has no tokenizer; give the one"):
@@ -276,7 +293,7 @@ def test_b1_e19_a_hub_name_is_checked_when_a_run_resumes(tmp_path: Path) -> None
 
 def test_b5_what_cannot_be_kept_out_of_text_is_no_end_token(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
-    with pytest.raises(DataError, match=r"ordinary text becomes '7'.* data\.eos_token"):
+    with pytest.raises(DataError, match=r"ordinary text becomes '7'.* eos_token"):
         read_tokenizer(folder, eos_token="7")
     with pytest.raises(DataError, match="ordinary text becomes '0'"):  # unknown words
         read_tokenizer(folder, bos_token="0")
@@ -293,7 +310,8 @@ def test_b6_bundled_tokenizer_with_other_text_is_told(tmp_path: Path, caplog) ->
 
 def test_b8_a_guessed_end_token_is_told_once(tmp_path: Path, caplog) -> None:
     read_tokenizer(write_tokenizer(tmp_path / "a")).save(tmp_path / "b")
-    assert "documents end with '<|endoftext|>' (id 0); data.eos_token names another" in caplog.text
+    assert "documents end with '<|endoftext|>' (id 0)" in caplog.text
+    assert "data.tokenizer={path: …, eos_token: …} names another" in caplog.text
     caplog.clear()
     assert "documents end with '<|endoftext|>'" in read_tokenizer(tmp_path / "b").describe()
     assert caplog.text == ""

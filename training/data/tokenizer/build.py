@@ -46,13 +46,14 @@ def build_tokenizer(
     eos_id = _token_id(backend, name, "eos_token", eos_token, named, _KNOWN_EOS)
     if eos_id is None:
         raise DataError(
-            f"data.tokenizer={name!r} names no end-of-document token; give it as data.eos_token"
+            f"data.tokenizer={name!r} names no end-of-document token; name it: "
+            f"data.tokenizer={{path: {name}, eos_token: …}}"
         )
     eos = backend.id_to_token(eos_id)
     if eos not in (eos_token, named.get("eos_token")):
         logger.warning(
             f"the tokenizer {name} names no end-of-document token: documents end with {eos!r} "
-            f"(id {eos_id}); data.eos_token names another"
+            f"(id {eos_id}); data.tokenizer={{path: …, eos_token: …}} names another"
         )
     bos_id = _token_id(backend, name, "bos_token", bos_token, named, _KNOWN_BOS)
     pad_id = _token_id(backend, name, "pad_token", None, named, _KNOWN_PAD)
@@ -120,8 +121,8 @@ def _without_control_ids(backend: Tokenizer, controls: dict[int, str], name: str
         if index == unknown or _reaches(made, index, token):
             raise DataError(
                 f"data.tokenizer={name!r}: ordinary text becomes {token!r}, which is to mark the "
-                "end or begin of a document; name another token as data.eos_token or "
-                "data.bos_token"
+                "end or begin of a document; name another as eos_token or bos_token of "
+                f"data.tokenizer={{path: {name}, …}}"
             )
     return made
 
@@ -163,7 +164,7 @@ def _token_id(
     if given is not None:
         found = backend.token_to_id(given)
         if found is None:
-            raise DataError(f"data.{key}={given!r} is no token of data.tokenizer={name!r}")
+            raise DataError(f"data.tokenizer.{key}={given!r} is no token of {name!r}")
         return found
     for token in (named.get(key), *known):
         if token is not None and (found := backend.token_to_id(token)) is not None:

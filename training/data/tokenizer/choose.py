@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from training.data.config import BUNDLED, DataConfig, DataError
+from training.data.config import BUNDLED, DataConfig, DataError, TokenizerFile, TrainedBpe
 from training.data.lock import disk_errors, run_once, temporary_name
 from training.data.sources import store_tokenizers
 from training.data.tokenizer.read import read_tokenizer
@@ -15,8 +15,6 @@ from training.data.tokenizer.text_tokenizer import TextTokenizer
 from training.data.tokenizer.train import sample_texts, train_tokenizer
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_VOCAB_SIZE = 4096
 
 
 def load_tokenizer(
@@ -33,8 +31,7 @@ def load_tokenizer(
     Any number of processes may call this at once; one of them trains or writes.
 
     Args:
-        config: data section; `tokenizer`, or None to take that of the token stores among the
-            sources or else to train one on the sources' text.
+        config: data section.
         folder: where to keep it; what lies there already is used and must agree with `config`.
         place: the setting that chooses the folder, for the message.
         init_from: folder of the tokenizer that the initial weights were trained with: it is taken,
@@ -71,12 +68,12 @@ def load_tokenizer(
         tokenizer = _read(folder, config)
     except DataError as error:
         raise DataError(f"{error}; if it is damaged, remove {folder}: it is made again") from None
-    given = config.tokenizer
-    if given is not None and (given != tokenizer.hub_name or Path(given).exists()):
-        wanted = _read(given, config)
-        if wanted.hash != tokenizer.hash:
+    if isinstance(config.tokenizer, TokenizerFile):
+        path = config.tokenizer.path
+        known = path == tokenizer.hub_name and not Path(path).exists()
+        if not known and _read(path, config).hash != tokenizer.hash:
             raise DataError(
-                f"data.tokenizer={given!r} is another tokenizer than the one kept in {folder}; "
+                f"data.tokenizer={path!r} is another tokenizer than the one kept in {folder}; "
                 f"choose another {place}"
             )
     return tokenizer.with_bos(config.add_bos)
@@ -86,7 +83,7 @@ def _choose(config: DataConfig, init_from: Path | None, init_name: str | None) -
     """The tokenizer of the initial weights, if there are any; else that of the data."""
     if init_name is None:
         return _of_data(config)[0].with_bos(config.add_bos)
-    given = config.tokenizer is not None or bool(store_tokenizers(config))
+    given = isinstance(config.tokenizer, TokenizerFile) or bool(store_tokenizers(config))
     if init_from is None:
         if not given:
             raise DataError(
@@ -107,36 +104,44 @@ def _choose(config: DataConfig, init_from: Path | None, init_name: str | None) -
                 f"{name} is another tokenizer than that of model.init_from={init_name!r}, whose "
                 "weights know other ids; leave data.tokenizer out (null) to take the weights' own"
             )
-    elif config.tokenizer_vocab_size is not None:
+    elif isinstance(config.tokenizer, TrainedBpe):
         raise DataError(
-            f"data.tokenizer_vocab_size={config.tokenizer_vocab_size} trains a tokenizer, but "
-            f"model.init_from={init_name!r} brings its own; leave it out"
+            f"data.tokenizer.kind=bpe trains a tokenizer, but model.init_from={init_name!r} brings "
+            "its own; leave data.tokenizer out (null)"
         )
     return own.with_bos(config.add_bos)
 
 
 def _of_data(config: DataConfig) -> tuple[TextTokenizer, str]:
     """The tokenizer that the data section asks for, and its name in messages."""
-    if config.tokenizer is not None:
+    given, stores = config.tokenizer, store_tokenizers(config)
+    if isinstance(given, TokenizerFile):
         other = [s for s in config.sources if not str(s.path).startswith(BUNDLED)]
-        if config.tokenizer.startswith(BUNDLED) and other:
+        if given.path.startswith(BUNDLED) and other:
             logger.warning(
-                f"data.tokenizer={config.tokenizer} was made for the bundled text: other text may "
+                f"data.tokenizer={given.path} was made for the bundled text: other text may "
                 "need twice as many tokens; data.tokenizer=null trains one on data.sources"
             )
-        return _read(config.tokenizer, config), f"data.tokenizer={config.tokenizer!r}"
-    stores = store_tokenizers(config)
-    if stores:
-        first, *others = (_read(path, config) for path in stores)
-        if any(other.hash != first.hash for other in others):
-            raise DataError(
-                "data.sources: the token stores were made with different tokenizers: "
-                + ", ".join(str(path.parent) for path in stores)
-            )
-        return first, f"the token store {stores[0].parent}"
-    size = config.tokenizer_vocab_size or DEFAULT_VOCAB_SIZE
-    return train_tokenizer(sample_texts(config), size), "the tokenizer trained here"
+        return _read(given.path, config), f"data.tokenizer={given.path!r}"
+    if not stores:
+        size = (given or TrainedBpe()).vocab_size
+        return train_tokenizer(sample_texts(config), size), "the tokenizer trained here"
+    if given is not None:
+        raise DataError(
+            f"data.tokenizer.kind=bpe trains on text, but {stores[0].parent} is a token store; "
+            "data.tokenizer=null takes the store's own"
+        )
+    first, *others = (_read(path, config) for path in stores)
+    if any(other.hash != first.hash for other in others):
+        raise DataError(
+            "data.sources: the token stores were made with different tokenizers: "
+            + ", ".join(str(path.parent) for path in stores)
+        )
+    return first, f"the token store {stores[0].parent}"
 
 
 def _read(path: str | Path, config: DataConfig) -> TextTokenizer:
-    return read_tokenizer(path, eos_token=config.eos_token, bos_token=config.bos_token)
+    given = config.tokenizer
+    if not isinstance(given, TokenizerFile):
+        return read_tokenizer(path)
+    return read_tokenizer(path, eos_token=given.eos_token, bos_token=given.bos_token)

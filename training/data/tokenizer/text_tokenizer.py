@@ -80,8 +80,8 @@ class TextTokenizer:
         """The same tokenizer for documents that begin with the begin token, or without."""
         if bos and self.bos_id is None:
             raise DataError(
-                "data.add_bos=true, but the tokenizer names no begin-of-document token; give it "
-                "as data.bos_token"
+                "data.add_bos=true, but the tokenizer names no begin-of-document token; name it: "
+                "data.tokenizer={path: …, bos_token: …}"
             )
         return replace(self, add_bos=bos)
 
