@@ -39,6 +39,11 @@ def _persistent_buffers(model: Decoder) -> list[tuple[str, Tensor]]:
 
 
 def load(checkpoint: Path, state: TrainState) -> None:
+    """Fill weights, optimizer, routers and followers from a checkpoint of this run, in place.
+
+    Raises:
+        CheckpointError: tensors that are missing or do not fit.
+    """
     weights, beside = state.optimizer.tensors(), _state_tensors(state)
     stored, step = stored_tensors(checkpoint), read_state(checkpoint)["step"]
     refuse_loss(checkpoint, weights | beside)

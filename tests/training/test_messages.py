@@ -53,7 +53,7 @@ def test_e1_a_tilde_in_a_path_is_the_home_folder(tiny_config, tmp_path, monkeypa
     )
     assert given.run.dir == str(tmp_path / "runs")
     assert given.data.cache_dir == str(tmp_path / "cache")
-    assert given.data.tokenizer == str(tmp_path / "tokenizer")
+    assert given.data.tokenizer.path == str(tmp_path / "tokenizer")
     assert given.data.sources[0].path == str(tmp_path / "a.txt")
     assert given.data.sources[1].path == [str(tmp_path / "b.txt"), "c.txt"]
     assert given.parallel.offload.path == str(tmp_path / "nvme")

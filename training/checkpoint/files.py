@@ -65,6 +65,7 @@ def _digest(file: Any) -> str:
 
 
 def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to disk, as fsync does the content of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -76,6 +76,7 @@ class JsonLines:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
 
     def write(self, values: dict[str, Any]) -> None:
+        """Append a line; while the disk is full it is kept and tried again with the next one."""
         waited = bool(self._pending)
         text = json.dumps({key: _plain(value) for key, value in values.items()})
         self._pending += text.encode() + b"\n"

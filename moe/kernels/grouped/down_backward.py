@@ -97,6 +97,7 @@ def backward_part(da, col, tile, args, FORM):
 
 @triton.jit
 def backward_finish(da, gate, e, start, end, col, width, args, FORM, SPLIT: tl.constexpr):
+    """Epilogue of dA = dO · W2: dH and A' of a tile, and with WANT_DOT the gates' gradient."""
     to, dot_ptr, R = args
     WANT_DOT: tl.constexpr = FORM[7]
     dot = in_parts(da, col, (gate, start, end, width), to, FORM, backward_part, SPLIT)
