@@ -33,7 +33,7 @@ def build_model(
     config: ModelConfig,
     *,
     kernels: str = "auto",
-    attention: Choice = "auto",
+    attention: Choice = "pytorch",
     save: str = "h",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",

@@ -248,7 +248,7 @@ CHAINS = (  # the longest first, as only so many run at a time
         ),
         Step(
             "python train.py configs/tessera_1b_a200m.yaml 'data.sources=[{path: store}]' "
-            f"run.name=real {REAL}",
+            f"data.tokenizer=null run.name=real {REAL}",
             (learns, "real"),
             (quiet,),
             (says, "experts hopper|experts triton"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from models.attention.flash4 import fits, installed
+from models.attention.sdpa import Choice
 from models.build import (
     build_model,
     initial_values,
@@ -115,11 +116,13 @@ def make_train_state(
     """
     if config.train.cuda_graph:
         own_stream(device)
-    check_attention(config, device, DTYPES[plan.dtype], architecture.head_dim)
+    attention = pick_attention(
+        config.model.attention, device, DTYPES[plan.dtype], architecture.head_dim
+    )
     model = build_model(
         architecture,
         kernels=config.model.kernels,
-        attention=config.model.attention,
+        attention=attention,
         save=config.model.save,
         **router_options(config, architecture, steps),
         # What shards a model keeps float32 master weights as its own, and casts them.
@@ -205,11 +208,12 @@ def _first_weights(config: Config, state: TrainState) -> None:
     start_routers(model)
 
 
-def check_attention(
-    config: Config, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> None:
-    """ConfigError where FlashAttention-4 is asked for and cannot be."""
-    if config.model.attention == "flash4" and not fits(device, dtype, head_dim):
+def pick_attention(asked: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:
+    """Who computes attention, by `model.attention`; ConfigError for FlashAttention-4 that cannot
+    be."""
+    if asked == "auto":
+        return "flash4" if fits(device, dtype, head_dim) else "pytorch"
+    if asked == "flash4" and not fits(device, dtype, head_dim):
         raise ConfigError(
             "model.attention='flash4' needs the package flash-attn-4 (pip install -e '.[gpu]'; "
             f"here: {installed() or 'not installed'}), a Hopper GPU, bfloat16 or float16 and heads "
@@ -217,3 +221,4 @@ def check_attention(
             f"{str(dtype).removeprefix('torch.')} with heads of {head_dim}; allowed here: auto, "
             "pytorch"
         )
+    return asked

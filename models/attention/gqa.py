@@ -47,7 +47,7 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.layer, self.qk_norm, self.clip = layer, qk_norm, clip
-        self.choice: Choice = "auto"
+        self.choice: Choice = "pytorch"
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.rope = Rope(config.rotary_dim, config.rope_theta, config.rope_scaling)

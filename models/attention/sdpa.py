@@ -23,18 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from models.attention.flash4 import fits, flash4
+from models.attention.flash4 import flash4
 from moe.kernels.common.autograd import first_order
 from moe.kernels.common.backend import on_gpu
 
-Choice = Literal["auto", "flash4", "pytorch"]
+Choice = Literal["flash4", "pytorch"]
 
 # Options of varlen_attn; they differ between PyTorch 2.10 and 2.13.
 _VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def row_attention(
-    q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, choice: Choice = "auto"
+    q_BLHC: Tensor, k_BLGC: Tensor, v_BLGC: Tensor, choice: Choice = "pytorch"
 ) -> Tensor:
     """Each token attends to its row up to itself. [B, L, H, C].
 
@@ -75,7 +75,7 @@ def packed_attention(
     v_BLGC: Tensor,
     cu_seqlens_N1: Tensor,
     lengths_N: Tensor,
-    choice: Choice = "auto",
+    choice: Choice = "pytorch",
 ) -> Tensor:
     """Each token attends to its document up to itself.
 
@@ -94,15 +94,16 @@ def packed_attention(
 
 
 def packed_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, choice: Choice = "auto"
+    device: torch.device, dtype: torch.dtype, head_dim: int, choice: Choice = "pytorch"
 ) -> Literal["flash4", "flash", "sdpa"]:
     """What computes `packed_attention`: FlashAttention-4, "flash" (PyTorch's variable-length flash
     attention), or "sdpa" (its scaled_dot_product_attention, one document after the other).
 
     Args:
-        choice: auto (the first of these that can be), flash4, or pytorch (one of the others).
+        choice: the first of these, which `models.attention.flash4.fits` must allow, or one of the
+            others. Never looked for here: this is compiled code.
     """
-    if choice == "flash4" or (choice == "auto" and fits(device, dtype, head_dim)):
+    if choice == "flash4":
         return "flash4"
     narrow = dtype in (torch.bfloat16, torch.float16)
     usual = head_dim % 8 == 0 and head_dim <= 256

@@ -6,7 +6,7 @@
 
 Heads are those of the config, lengths those of real rows (documents of the bundled novel).
 
-    ours    what `models.attention.packed_attention` takes on this device by itself
+    ours    what `models.attention.packed_attention` takes without FlashAttention-4
     flash   PyTorch's variable-length flash attention
     flash4  FlashAttention-4, if installed
     flex    FlexAttention with a document mask, compiled; the mask is made once for all layers

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.attention import packed_attention, packed_backend, row_attention
+from models.attention import packed_attention, row_attention
 from models.attention.flash4 import fits, installed
 from models.documents import Documents
 from tests.gpu.test_models import error
@@ -40,7 +40,7 @@ def test_flash4_equals_float64(heads, dtype, packed):
     documents = Documents.from_lengths(LENGTHS) if packed else None
     want = run([part.double().cpu() for part in rounded], "pytorch", documents)
     moved = None if documents is None else documents.to("cuda")
-    assert packed_backend(torch.device("cuda"), dtype, heads[2]) == "flash4"
+    assert fits(torch.device("cuda"), dtype, heads[2])
     got, theirs = run(rounded, "flash4", moved), run(rounded, "pytorch", moved)
     for mine, other, reference in zip(got, theirs, want, strict=True):
         assert mine.dtype == dtype
@@ -92,4 +92,3 @@ def test_flash4_in_a_cuda_graph():
 
 def test_it_takes_no_float32():
     assert not fits(torch.device("cuda"), torch.float32, 64)
-    assert packed_backend(torch.device("cuda"), torch.float32, 64) != "flash4"

@@ -119,7 +119,8 @@ def what_runs(state: RunState) -> Iterator[str]:
     loss = loss_backend(torch.empty(0, device=state.device, dtype=dtype))
     experts = _experts_kernels(state, dtype)
     yield f"kernels: {f'experts {experts}, ' if experts else ''}loss {loss}"
-    choice = state.config.model.attention
+    choices = {getattr(m, "choice", "pytorch") for m in state.model.modules()}
+    choice = "flash4" if "flash4" in choices else "pytorch"
     by = packed_backend(state.device, dtype, state.model.config.head_dim, choice)
     names = {
         "flash4": "FlashAttention-4",
