@@ -22,13 +22,14 @@ IMPORTANCES = ("load", "gate_mass", "reap", "taylor")
 def importance_sums(
     how: str,
     x_TD: Tensor,
-    w1_EHD: Tensor,
-    w2_EDN: Tensor,
+    w1_EHD: Tensor | None,
+    w2_EDN: Tensor | None,
     routing: Routing,
     activation: str,
     backend: str,
 ) -> Tensor | None:
-    """What `how` measures in one batch, summed over each expert's pairs; [E].
+    """What `how` measures in one batch, summed over each expert's pairs; [E]. Only reap reads
+    the weights.
 
     load       nothing: the tokens of each expert are counted anyway
     gate_mass  the gates

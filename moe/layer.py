@@ -165,9 +165,10 @@ class MoE(nn.Module):
             for rule in router.acting("output"):
                 y_TD = rule.output(y_TD, choice, valid_T)
         if self.training and router.active_E is not None:
-            weights, options = self.weights(), (c.activation, c.kernels)
+            # Split experts have no weights of the whole layer, and are not asked for "reap".
+            weights = self.weights() if c.importance == "reap" else (None, None)
             measured["importance_sum_E"] = importance_sums(
-                c.importance, x_TD, *weights, choice.routing, *options
+                c.importance, x_TD, *weights, choice.routing, c.activation, c.kernels
             )
         sequences = math.prod(x.shape[:-2]) if x.dim() > 2 else 1
         stats = router.stats(choice, valid_T, sequences, **measured)

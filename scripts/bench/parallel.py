@@ -372,12 +372,12 @@ def _exposed(state, train, given, times: list[float], seconds: float, plan: Plan
     for number, batches in enumerate(given, 1):
         train(number, batches)
     # out and back make a pair; every exchange is of the same number of chunks
-    chunks = layers[0].cut.num_steps
+    chunks = layers[0].plan.num_steps
     pairs = free.starts / len(given) / 2 / chunks
     rows = round(free.rows / free.starts * chunks)
     width = state.model.config.hidden_size
     x = torch.zeros(1, width, device=mesh.device, dtype=getattr(torch, plan.dtype))
-    options = layers[0].options
+    options = layers[0].exchange
     ahead = mesh.device.type == "cuda" and options.kind == "all_gather"
     alone = pairs * _alone(inner, x, rows, options, mesh, 5, ahead) / 1e3
     numbers = torch.tensor([seconds, statistics.median(times[2:]), alone], device=mesh.device)

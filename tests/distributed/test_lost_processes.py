@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from parallel.exchange import transport
-from parallel.exchange.transport import Collective, Pairwise, Split
+from parallel.exchange.transport import Collective, RingTransport, Split
 from tests.distributed.launch import run
 from training.faults import failed_collective
 
@@ -37,7 +37,7 @@ def weights(group: dist.ProcessGroup) -> None:
 
 OPERATIONS = {
     "all_to_all of tokens": lambda group: tokens(Collective, group),
-    "all_to_all of tokens on": lambda group: tokens(Pairwise, group),
+    "all_to_all of tokens on": lambda group: tokens(RingTransport, group),
     "all_reduce": lambda group: dist.all_reduce(torch.zeros(1), group=group),
     "all_gather": weights,
 }
@@ -51,7 +51,7 @@ def lose(name: str, moved: bool) -> str | None:
         time.sleep(2 * WAIT_S)
         return None
     if moved:
-        for function in (Collective.start, Pairwise.start, transport._Flying.wait):
+        for function in (Collective.start, RingTransport.start, transport._Flying.wait):
             move(function)
         for function in (dist.all_reduce, dist.all_gather_into_tensor):
             move(function)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parallel.exchange import pull
 from parallel.exchange.all_to_all import issue, wait
 from parallel.exchange.pull import Pull
-from parallel.exchange.transport import Collective, Pairwise, Split
+from parallel.exchange.transport import Collective, RingTransport, Split
 from tests.distributed.launch import RankError, run
 
 N = 4
@@ -49,12 +49,12 @@ def _check(transport, table: np.ndarray, dtype: torch.dtype, salt: int) -> None:
 
 
 def _transports_deliver():
-    for transport in (Collective(dist.group.WORLD), Pairwise(dist.group.WORLD)):
+    for transport in (Collective(dist.group.WORLD), RingTransport(dist.group.WORLD)):
         for salt, table in enumerate(TRAFFIC.values()):
             for dtype in DTYPES:
                 _check(transport, table, dtype, salt)
     # several in flight, waited for in another order than started
-    for transport in (Collective(dist.group.WORLD), Pairwise(dist.group.WORLD)):
+    for transport in (Collective(dist.group.WORLD), RingTransport(dist.group.WORLD)):
         splits = [Split(t.astype(np.int64), dist.get_rank()) for t in TRAFFIC.values()]
         flights = [
             transport.start(torch.full((sum(s.send), 3), float(i)), s) for i, s in enumerate(splits)

@@ -11,6 +11,7 @@ from models.attention import packed_backend
 from models.loss import loss_backend
 from moe.kernels.common.backend import pick_backend
 from moe.kernels.tiers import pick_products
+from parallel.engines.optimizer import Kind
 from training.estimate.flops import counts_first, matmul_weights
 from training.optim.groups import group_table
 from training.optim.schedule import warmup_steps
@@ -89,8 +90,7 @@ def log_run_header(state: RunState) -> None:
         slots = state.model.config.num_experts
         log.say(f"experts: {started} of {slots} slots in use at the start of the run")
 
-    def placement(group: str) -> str:
-        kind = {"experts": "expert", "router": "router"}.get(group.partition(" (")[0], "dense")
+    def placement(kind: Kind) -> str:
         return plan.mesh.placed(kind) if plan.sharded else str(state.device)
 
     log.table("parameters", group_table(state.train.optimizer.groups, config.optim.lr, placement))
