@@ -3,7 +3,7 @@
 Each rule is a function over the sources, run on the packages and on a planted offence. What still
 breaks a rule is listed by name: such a list may only become shorter.
 
-    python tests/test_structure.py      # what is left, and lines of code by room
+    python -m tests.test_structure      # what is left, and lines of code by room
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIONAL = {
 """Packages that may be missing or are slow to import; functions import them when they need them."""
 MAX_PARAMETERS = 10
 MAX_SETTINGS_OF_A_KIND = 10
-MAX_PLAIN_SETTINGS = 122
+MAX_PLAIN_SETTINGS = 118
 """Settings that every run has, whatever it chooses; the goal is 110. May only be lowered."""
 
 Trees = Mapping[str, ast.Module]
