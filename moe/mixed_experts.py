@@ -22,11 +22,11 @@ from torch import Tensor
 from moe.experts import autocast_as_linear
 from moe.kernels.common.activations import activation_width
 from moe.kernels.common.autograd import first_order
-from moe.kernels.common.backend import pick_backend
 from moe.kernels.grouped import ragged
 from moe.kernels.grouped.combine import combine
 from moe.kernels.grouped.ragged import Widths
 from moe.kernels.products import bias_gradient
+from moe.kernels.tiers import pick_for_activation
 from moe.routing import Routing
 
 BACKENDS = ("reference", "triton")
@@ -148,7 +148,7 @@ def mixed_experts(
         widths,
         activation,
         save,
-        pick_backend(backend, x_TD, available=BACKENDS),
+        pick_for_activation(backend, x_TD, activation, BACKENDS),
         torch.is_grad_enabled(),
         output_sums,
         routing.slots_per_token,

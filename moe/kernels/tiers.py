@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels import hopper
+from moe.kernels.common.activations import IN_KERNELS
 from moe.kernels.common.backend import (
     HAVE_TRITON,
     INTERPRET,
@@ -128,6 +129,25 @@ def why_not_hopper(
     return reason
 
 
+def pick_for_activation(
+    backend: str, x: Tensor, activation: str, available: tuple[str, ...] = RESOLVED
+) -> str:
+    """`pick_backend`; with an activation that the kernels do not know, "auto" is the reference.
+
+    Raises:
+        ValueError: a backend asked for by name that cannot run here, or not with this activation.
+    """
+    picked = pick_backend(backend, x, available=available)
+    if picked == "reference" or activation in IN_KERNELS:
+        return picked
+    if backend in ("triton", "hopper"):
+        raise ValueError(
+            f"backend={backend!r} does not know activation={activation!r}; allowed with it: "
+            "auto, reference"
+        )
+    return "reference"
+
+
 def pick_products(
     backend: str,
     x: Tensor,
@@ -148,7 +168,7 @@ def pick_products(
     Raises:
         ValueError: a backend asked for by name cannot run them.
     """
-    picked = pick_backend(backend, x, available=RESOLVED)
+    picked = pick_for_activation(backend, x, activation)
     if picked == "hopper":
         reason = _missing() or why_not_hopper(x, w2_EDN, activation, bias)
         if reason is not None:

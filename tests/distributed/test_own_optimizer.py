@@ -9,29 +9,13 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import Mesh, build_mesh, plan_mesh
+from tests import ideas
 from tests.distributed import tiny
 from tests.distributed.launch import run
 from training.optim.adamw import AdamW
 from training.optim.config import OptimConfig
 
 CPU = torch.device("cpu")
-
-
-class Lion(OptimConfig):
-    """Lion (arXiv 2302.06675)."""
-
-    kind: Literal["lion"] = "lion"
-
-    def states(self, group):
-        return {"momentum": self.state_dtype(group)}
-
-    def update(self, group, pieces, scalars):
-        for piece in pieces:
-            gradient = piece.gradient / scalars.divisor
-            momentum = piece.states["momentum"].float()
-            step = scalars.lr * momentum.lerp(gradient, 0.1).sign()
-            weight = piece.weight * (1 - scalars.lr * group.weight_decay) - step
-            piece.store(scalars, weight, momentum=momentum.lerp(gradient, 0.01))
 
 
 class Normalised(OptimConfig):
@@ -57,7 +41,7 @@ class Normalised(OptimConfig):
 
 
 RULES = {
-    "lion": Lion(clip_norm=tiny.CLIP, spike_factor=100.0),
+    "lion": ideas.own("An optimizer", "Lion")(clip_norm=tiny.CLIP, spike_factor=100.0),
     "matrices": Normalised(clip_norm=tiny.CLIP, spike_factor=100.0),
 }
 STEPS = 20

@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe.config import MoEConfig
 from moe.experts import experts
 from moe.kernels.common import tuning
 from moe.kernels.common.activations import ACTIVATIONS
-from moe.kernels.common.backend import HAVE_TRITON, INTERPRET
+from moe.kernels.common.backend import HAVE_TRITON, INTERPRET, as_on_gpu
 from moe.kernels.common.tuning import Config
+from moe.kernels.tiers import pick_for_activation, pick_products
+from moe.layer import MoE
 from moe.routing import Routing
 from tests.moe.kernels.grouped_cases import (
     BOUND,
@@ -460,3 +463,26 @@ def test_float64_is_refused_by_the_kernels():
     values = _operands(routing, 6, 4, F64)
     with pytest.raises(ValueError, match="float64"):
         experts(values["x"], values["w1"], values["w2"], routing, backend="triton")
+
+
+def test_an_activation_that_the_kernels_do_not_know_is_computed_by_the_reference(monkeypatch):
+    """As in docs/extending.md; `as_on_gpu` goes the way of a GPU."""
+    monkeypatch.setitem(ACTIVATIONS, "mine", ACTIVATIONS["swiglu"])
+    x, w2 = torch.empty(256, 64, dtype=torch.bfloat16), torch.empty(2, 64, 32, dtype=torch.bfloat16)
+    with as_on_gpu():
+        assert pick_products("auto", x, w2, "swiglu", 256) != "reference"
+        assert pick_products("auto", x, w2, "mine", 256) == "reference"
+        assert pick_for_activation("auto", x, "mine", ("reference", "triton")) == "reference"
+    with pytest.raises(ValueError, match="backend='bogus' is unknown"):
+        pick_products("bogus", x, w2, "mine", 256)
+
+
+@needs_interpreter
+def test_kernels_asked_for_by_name_refuse_an_activation_that_they_do_not_know(monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "mine", ACTIVATIONS["swiglu"])
+    for widths in (None, (2, 4, 4, 4)):
+        config = MoEConfig(
+            8, 4, 4, 2, activation="mine", kernels="triton", expert_widths=widths
+        )  # fmt: skip
+        with pytest.raises(ValueError, match="backend='triton' does not know activation='mine'"):
+            MoE(config)(torch.randn(4, 8))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models.config import ModelConfig
 from models.documents import Documents
 from moe.config import RouterConfig
 from moe.control import routers_of
+from moe.kernels.common.activations import ACTIVATIONS
 from tests.training.test_loop import batch_of, rows
 from training import graph as module
 from training.config.build import ConfigError, load_config, make_plan
@@ -111,6 +113,7 @@ def test_what_changes_a_router_changes_the_computation():
         (["run.device=cpu"], "a run on cpu; allowed: a CUDA device"),
         (["train.dtype=float32"], "train.dtype=float32; allowed: bfloat16"),
         (["model.kernels=reference"], "model.kernels=reference; allowed: auto, triton, hopper"),
+        (["model.hidden_act=mish"], "model.hidden_act=mish, which no kernel knows; allowed: an"),
         (["model.head_dim=12"], "model.head_dim=12; allowed: multiples of 8"),
         ([], "router.balance.kind=global and 2 micro-batches in a step; allowed: router.balance"),
         (
@@ -124,7 +127,9 @@ def test_what_changes_a_router_changes_the_computation():
         ),
     ],
 )
-def test_what_cannot_be_captured_is_refused_by_name(tiny_config, words, refusal):
+def test_what_cannot_be_captured_is_refused_by_name(tiny_config, words, refusal, monkeypatch):
+    monkeypatch.setitem(ModelConfig.activations, "mish", "mish_glu")
+    monkeypatch.setitem(ACTIVATIONS, "mish_glu", ACTIVATIONS["swiglu"])
     config = load_config(tiny_config, ["run.device=cuda", "train.cuda_graph=true", *words])
     with pytest.raises(ConfigError) as error:
         make_plan(config, cuda=True)

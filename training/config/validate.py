@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from moe.config import RouterConfig
+from moe.kernels.common.activations import IN_KERNELS
 from parallel.engines.choose import LOCAL
 from training.assemble import router_options
 from training.config.export_compat import check_ends, check_exactness, last_acting_step
@@ -164,6 +165,11 @@ def _check_graph(config: Config, plan: Plan) -> None:
             config.model.kernels in ("reference", "spmm"),
             f"model.kernels={config.model.kernels}",
             "auto, triton, hopper",
+        ),
+        (
+            config.model.config.activation not in IN_KERNELS,
+            f"model.hidden_act={config.model.config.hidden_act}, which no kernel knows",
+            "an activation of the package",
         ),
         (
             config.train.sparsity is not None,

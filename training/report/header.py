@@ -9,8 +9,7 @@ import torch
 
 from models.attention import packed_backend
 from models.loss import loss_backend
-from moe.kernels.common.backend import pick_backend
-from moe.kernels.tiers import pick_products
+from moe.kernels.tiers import pick_for_activation, pick_products
 from parallel.engines.optimizer import Kind
 from training.estimate.flops import counts_first, matmul_weights
 from training.optim.groups import group_table
@@ -142,7 +141,7 @@ def _experts_kernels(state: RunState, dtype: torch.dtype) -> str | None:
     layer = model.moe_config(model.moe_layers[0])
     one = torch.empty(1, device=state.device, dtype=dtype)
     if layer.expert_widths is not None:
-        return pick_backend(config.model.kernels, one)
+        return pick_for_activation(config.model.kernels, one, layer.activation)
     tokens = state.plan.micro_batch_size * config.data.seq_len
     E, D, N = layer.num_experts, layer.hidden_size, layer.expert_size
     picked = pick_products(

@@ -79,6 +79,8 @@ ACTIVATIONS = {
     "gelu": Activation(1, *_GELU),
     "silu": Activation(1, *_SILU),
 }
+IN_KERNELS = frozenset(ACTIVATIONS)
+"""Those that `act` knows; one that is added to the table from elsewhere has plain PyTorch alone."""
 
 
 def activation_of(name: str) -> Activation:
