@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
 import train
 from models.hf import load_hf
+from moe.kernels.common.activations import ACTIVATIONS
 from scripts import export_hf
 from tests import ideas
 from tests.training.test_train import before_step
@@ -56,7 +58,11 @@ def _has_noise(folder: Path) -> None:
 
 
 def _has_the_activation(folder: Path) -> None:
-    assert load_model(folder).layers[1].moe.config.activation == "mish_glu"
+    name = load_model(folder).layers[1].moe.config.activation
+    x = torch.linspace(-5, 5, 101, dtype=torch.float64, requires_grad=True)
+    value, slope = ACTIVATIONS[name].with_slope(x)
+    torch.testing.assert_close(value, F.mish(x))
+    torch.testing.assert_close(slope, torch.autograd.grad(F.mish(x).sum(), x)[0])
 
 
 def _has_the_limit(folder: Path) -> None:
