@@ -28,7 +28,7 @@ from tests import ideas
 from tests.training.test_train import before_step
 from tests.training.tiny import write_inputs
 from training.checkpoint.files import resolve
-from training.checkpoint.tensors import read_weights, stored_tensors
+from training.checkpoint.tensors import load_tensors, read_weights, stored_tensors
 from training.checkpoint.weights import load_model
 from training.config.build import ConfigError, load_config
 from training.report.files import read_metrics
@@ -70,8 +70,13 @@ def _has_the_limit(folder: Path) -> None:
 
 
 def _has_momentum_alone(folder: Path) -> None:
-    kinds = {name.partition("/")[0] for name in stored_tensors(resolve(folder))}
+    stored = stored_tensors(resolve(folder))
+    kinds = {name.partition("/")[0] for name in stored}
     assert "momentum" in kinds and "exp_avg" not in kinds
+    name = "momentum/layers.0.moe.router.weight"
+    momentum = torch.zeros(stored[name].size)
+    load_tensors(resolve(folder), {name: momentum})
+    assert momentum.abs().max() > 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,10 @@ class Idea:
 
 IDEAS = {
     "A balance loss": Idea(
-        ("router.balance.kind=spread",), _balances, "router.balance.kind='spread' is unknown"
+        ("router.balance.kind=spread",),
+        _balances,
+        "router.balance.kind='spread' is unknown",
+        without=("router.balance=null",),
     ),
     "A selection bias": Idea(
         ("router.bias.kind=push", "router.end_steps=4"),
