@@ -238,12 +238,6 @@ def test_a_mistake_in_its_settings_is_told_as_of_any_other(config, tmp_path) -> 
     for word, told in (("kind=pusch", r"router\.bias\.kind='pusch'.*push"), ("rat=1", "rate")):
         with pytest.raises(ConfigError, match=told):
             load_config(config, ["router.bias.kind=push", f"router.bias.{word}"])
-    ideas.load("An activation", tmp_path)
-    for kernels in ("auto", "reference", "spmm"):
-        words = [f"model.kernels={kernels}", "model.moe_intermediate_size=16"]
-        load_config(config, ["model.hidden_act=mish", *words])
-    with pytest.raises(ConfigError, match=r"model\.kernels=hopper does not know model\.hidden_act"):
-        load_config(config, ["model.hidden_act=mish", "model.kernels=hopper"])
 
 
 def test_all_of_them_in_one_file_that_is_started_in_place_of_train(config, tmp_path) -> None:

@@ -42,12 +42,6 @@ def check_config(config: Config) -> None:
     if not model.moe_layers:
         _refuse_options(router)
         return
-    kernels = config.model.kernels
-    if kernels in ("triton", "hopper") and model.activation not in IN_KERNELS:
-        raise ConfigError(
-            f"model.kernels={kernels} does not know model.hidden_act={model.hidden_act}; allowed "
-            "with it: auto, reference, spmm"
-        )
     _check_layers(config, config.train.steps or ANY_STEPS)
 
 
