@@ -29,8 +29,8 @@ class Amplitudes(RuleSettings):
     rows: ClassVar[int] = 2
     line: ClassVar = (
         "experiments",
-        "one more row an expert",
-        "none seen at ±0.32; a toy: worse than softmax",
+        "one more weight row per expert",
+        "no effect seen (±0.32); worse than softmax in a toy task",
     )
 
     kind: Literal["amplitude"] = "amplitude"

@@ -33,7 +33,7 @@ class DefaultGradient(RuleSettings):
     """Routers learn about experts that a token did not choose from their mean output over the last
     steps (Default MoE, arXiv 2504.12463)."""
 
-    line: ClassVar = ("the router learns slowly", "a small product", "loss −0.014 ± 0.001")
+    line: ClassVar = ("the router learns slowly", "a small matrix product", "loss −0.014 ± 0.001")
 
     kind: Literal["default"] = "default"
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.95

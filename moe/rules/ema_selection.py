@@ -25,8 +25,8 @@ class EmaSelection(RuleSettings):
     lacks: ClassVar[str] = "selection by averaged router weights"
     line: ClassVar = (
         "routing fluctuates late in training",
-        "a small product per layer",
-        "no difference in loss (±0.07, ±0.14) or churn seen",
+        "a small matrix product per layer",
+        "no effect on loss (±0.07, ±0.14) or churn seen",
     )
 
     kind: Literal["ema"] = "ema"

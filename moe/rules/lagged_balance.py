@@ -21,7 +21,7 @@ class LaggedBalance(LoadBalance):
     line: ClassVar = (
         "many micro-batches per step",
         "none; the first step has no balance gradient",
-        "no difference to `global` seen",
+        "no difference from `global` seen",
     )
 
     kind: Literal["lagged"] = "lagged"

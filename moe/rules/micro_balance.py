@@ -14,7 +14,7 @@ class MicroBalance(LoadBalance):
     """Compares with the load of each rank's micro-batch."""
 
     compares: ClassVar[str] = "each process's micro-batch"
-    line: ClassVar = ("comparisons with other software", "none", "no difference to `global` seen")
+    line: ClassVar = ("comparisons with other software", "none", "no difference from `global` seen")
 
     kind: Literal["micro"] = "micro"
 

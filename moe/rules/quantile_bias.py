@@ -32,9 +32,9 @@ class QuantileBias(BiasSettings):
 
     beyond_k: ClassVar[int] = 1
     line: ClassVar = (
-        "a family without bias is to be balanced without a loss",
+        "you want balance without a balance loss",
         "a sort",
-        "violation 2.1 instead of 3.3, 5 dead instead of 13; loss: none seen at ±0.07",
+        "violation 2.1 instead of 3.3, 5 dead instead of 13; no effect on loss seen (±0.07)",
     )
 
     kind: Literal["quantile"] = "quantile"

@@ -49,9 +49,9 @@ class Rounding(RuleSettings):
     evaluation never rounds."""
 
     line: ClassVar = (
-        "experts have at least two tiles each, and a GPU is short of time",
+        "experts get at least two tiles each, and you want more speed on a GPU",
         "a sort per layer, less padding",
-        "r = 4, 2: none seen at ±0.10, ±0.03; r = 1: loss −0.07 ± 0.01",
+        "r = 4, 2: no effect seen (±0.10, ±0.03); r = 1: loss −0.07 ± 0.01",
     )
 
     to: Literal[

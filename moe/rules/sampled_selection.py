@@ -23,7 +23,7 @@ class SampledSelection(RuleSettings):
     line: ClassVar = (
         "comparisons",
         "noise in training",
-        "none seen at ±0.21; a toy: slightly worse than top-K",
+        "no effect seen (±0.21); slightly worse than top-K in a toy task",
     )
 
     kind: Literal["sample"] = "sample"

@@ -24,9 +24,9 @@ class SequenceBalance(RuleSettings):
 
     compares: ClassVar[str] = "each row"
     line: ClassVar = (
-        "beside a bias, with a small `coef`, as DeepSeek-V3 did",
+        "with a selection bias and a small `coef`, as in DeepSeek-V3",
         "one more [tokens, experts] pass per layer",
-        "no difference to `global` seen",
+        "no difference from `global` seen",
     )
 
     kind: Literal["sequence"] = "sequence"

@@ -20,7 +20,7 @@ class SignBias(BiasSettings):
     """Up for experts below the mean load, down for those above (arXiv 2408.15664)."""
 
     line: ClassVar = (
-        "a family without bias is to be balanced without a loss; short runs: rate about 0.01",
+        "you want balance without a balance loss; in short runs with rate 0.01",
         "none",
         "violation 1.9 with rate 1e-2, 2.8 with 1e-3 after 300 steps",
     )

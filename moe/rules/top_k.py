@@ -143,8 +143,8 @@ class TopKSettings(RuleSettings):
 
     line: ClassVar = (
         "comparisons at equal FLOPs",
-        "more experts early; a compilation per K",
-        "8 → 2 of 32 at equal FLOPs: worse, +0.25 ± 0.06 and, soft, +0.25 ± 0.04",
+        "more experts early; one compilation per K",
+        "8 → 2 of 32 experts: loss +0.25 ± 0.06, soft +0.25 ± 0.04",
     )
 
     start: Annotated[int, Field(ge=1)]
