@@ -34,8 +34,8 @@ def test_a_refused_start_leaves_nothing_for_the_next(run, tmp_path, capsys):
         return f"data.sources=[{{path: {tmp_path / name}, format: lines, name: text}}]"
 
     assert run(*words, source("a.txt")) == 2
-    smaller = "model.vocab_size=288 is too small .*; allowed: at least that, or data.tokenizer_voca"
-    assert re.search(smaller + "b_size=288", capsys.readouterr().err)
+    smaller = "model.vocab_size=288 is too small .*; allowed: at least that, or data.tokenizer="
+    assert re.search(smaller + "{kind: bpe, vocab_size: 288}", capsys.readouterr().err)
     assert not folder.exists()
     assert run(*words, "data.tokenizer={kind: bpe, vocab_size: 280}", source("b.txt")) == 0
     assert "Ġzebra" in read_tokenizer(folder / "tokenizer").backend.get_vocab()
