@@ -17,6 +17,7 @@ The table is read when a value is checked: a file of your own adds a kind by `BI
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
@@ -81,9 +82,20 @@ class OneOf:
             raise _error("unknown_key", text, unknown[0], value[unknown[0]], has)
         return chosen.model_validate({"kind": kind, **value})
 
+    def shares(self, key: str, first: object, second: object) -> bool:
+        """Whether two kinds have a setting from one class, so that it means the same in both."""
+        known = [self.table[kind] for kind in (first, second) if kind in self.table]
+        owners = {_owner(chosen, key) for chosen in known}
+        return len(known) == 2 and len(owners) == 1 and None not in owners
+
     def _having(self, *keys: str) -> list[str]:
         """The kinds that have all of these keys."""
         return [kind for kind, found in self.table.items() if set(keys) <= {*found.model_fields}]
+
+
+def _owner(settings: type[Settings], key: str) -> type | None:
+    """The class that `settings` have `key` from; None: they have no such key."""
+    return next((c for c in settings.__mro__ if key in inspect.get_annotations(c)), None)
 
 
 def _error(name: str, text: str, key: str, given: Any, names: Iterable[str]) -> ValidationError:

@@ -59,7 +59,7 @@ docstrings in the code by `python scripts/_config_docs.py`.
 FIRST = {
     "run.name", "model.family", "model.hf_config", "data.sources", "data.tokenizer", "data.seq_len",
     "train.steps", "train.global_batch_size", "train.micro_batch_size", "optim.lr",
-    "optim.warmup_steps", "eval.every_steps", "checkpoint.every_steps",
+    "optim.schedule.warmup_steps", "eval.every_steps", "checkpoint.every_steps",
 }  # fmt: skip
 """The settings that a first run of one's own needs."""
 

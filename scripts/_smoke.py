@@ -168,17 +168,18 @@ QUICKSTART = "python train.py configs/quickstart.yaml"
 TORCHRUN_ONE = "torchrun --standalone --nproc-per-node=1 train.py configs/quickstart.yaml"
 MEASURE = "python scripts/estimate.py --measure --gpu H200"
 EVERY_5 = (
-    "log.every_steps=5 optim.warmup_steps=5 eval.every_steps=null eval.sample=null log.plots=false"
+    "log.every_steps=5 optim.schedule.warmup_steps=5 eval.every_steps=null eval.sample=null "
+    "log.plots=false"
 )
 SHORT = f"train.steps=60 checkpoint.every_steps=10 {EVERY_5}"
 ENGINE = f"train.steps=20 {EVERY_5} optim.lr=1e-3"
 GRAPH = f"{SHORT} router.balance.kind=lagged"
 DENSE = "model.mlp_only_layers=[0,1,2,3] model.intermediate_size=256 router.balance=auto"
 REAL = (
-    "train.steps=20 train.global_batch_size=32 optim.warmup_steps=10 log.every_steps=5 "
+    "train.steps=20 train.global_batch_size=32 optim.schedule.warmup_steps=10 log.every_steps=5 "
     "log.plots=false"
 )
-NARROW = "train.checkpointing=none optim.weights=bfloat16 optim.moments=bfloat16"
+NARROW = "train.checkpointing=none optim.storage.weights=bfloat16 optim.storage.moments=bfloat16"
 ON_CPU = "run.device=cpu train.compile=false"
 FOUR = "parallel.nodes=2 parallel.expert=2"
 

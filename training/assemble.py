@@ -30,6 +30,7 @@ from training.data.config import TokenizerFile
 from training.data.sources import store_tokenizers
 from training.graph import StepGraph, computation, launch_now, own_stream
 from training.health import RoutingHealth
+from training.optim.config import RouterRates
 from training.optim.groups import parameter_groups
 from training.optim.schedule import learning_rate
 from training.out_of_memory import LastCounts
@@ -161,6 +162,7 @@ def _engine(config: Config, plan: Plan, model: Decoder, device: torch.device) ->
     """What holds the model and its optimizer; of a model on "meta" this process's share, with
     memory but without values."""
     optim, dtype = config.optim, DTYPES[plan.dtype]
+    router = optim.router or RouterRates()
     model.compute_dtype = dtype
     tied = model.head.weight is model.embed.weight
     engine = make_engine(
@@ -170,8 +172,8 @@ def _engine(config: Config, plan: Plan, model: Decoder, device: torch.device) ->
             model,
             parameter_kinds(model),
             weight_decay=optim.weight_decay,
-            router_weight_decay=optim.router_weight_decay,
-            router_lr_multiplier=optim.router_lr_multiplier,
+            router_weight_decay=router.weight_decay,
+            router_lr_multiplier=router.lr_multiplier,
         ),
         optim,
         Sharding(

@@ -5,8 +5,8 @@ Every parameter group lives in flat buffers:
     gradient   float32, one buffer for all groups: one norm, one fill with zeros
     master     one per group: what the optimizer updates. A float32 parameter *is* a piece of it; a
                bfloat16 one is a rounded copy of a float32 master (a step of 6e-4 is lost on a
-               bfloat16 weight of 1), or with `optim.weights=bfloat16` its own master, and every
-               update is rounded up or down at random so that its mean is exact
+               bfloat16 weight of 1), or with `optim.storage.weights=bfloat16` its own master,
+               and every update is rounded up or down at random so that its mean is exact
     states     those of the optimizer, per group
 
 Parameters that are float32 in a bfloat16 model (the routers) always keep float32 states. Bytes per

@@ -241,7 +241,12 @@ def test_initial_weights_bring_the_average_that_routes(config, tmp_path, engine)
         "router.selection.kind=ema",
         "router.selection.decay=0.9",
     ]
-    words += ["router.exportable=false", "optim.lr=1e-30", "optim.warmup_steps=0", "train.steps=1"]
+    words += [
+        "router.exportable=false",
+        "optim.lr=1e-30",
+        "optim.schedule.warmup_steps=0",
+        "train.steps=1",
+    ]
     words += ["run.name=next", f"parallel.engine={engine}", "train.micro_batch_size=1"]
     group = start_training([str(config), *words], world=2, folder=tmp_path)
     finish(group)

@@ -164,7 +164,7 @@ def test_a_captured_step_gives_the_bits_of_a_launched_one(compiled, states):
 
 
 GRAPH = ("train.cuda_graph=true", "router.balance.kind=lagged")
-NARROW = ("optim.weights=bfloat16", "optim.moments=bfloat16")
+NARROW = ("optim.storage.weights=bfloat16", "optim.storage.moments=bfloat16")
 ONE = ("train.micro_batch_size=4",)
 
 

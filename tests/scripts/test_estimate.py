@@ -78,14 +78,14 @@ def write(tmp_path, **train):
 def test_states_are_the_optimizers_buffers(tmp_path, dtype, narrow, monkeypatch):
     monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
     rows = 8 if "moments" in narrow else 4  # one micro-batch in a step, or two
-    words = [f"train.dtype={dtype}", *(f"optim.{kind}=bfloat16" for kind in narrow)]
+    words = [f"train.dtype={dtype}", *(f"optim.storage.{kind}=bfloat16" for kind in narrow)]
     words.append(f"train.micro_batch_size={rows}")
     config = load_config(write(tmp_path), words)
     memory = process_memory(config, make_plan(config, cuda=False))
     model = build_model(SMALL, dtype=getattr(torch, dtype))
     groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
     plan = make_plan(config, cuda=False)
-    states = dict.fromkeys(narrow, "bfloat16")
+    states = {"storage": dict.fromkeys(narrow, "bfloat16")}
     optimizer = local_engine(groups, accumulates=plan.accumulation > 1, **states)
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
@@ -195,7 +195,11 @@ def test_memory_of_a_layer_is_what_autograd_keeps_of_it():
     assert replayed(2) > saved(2), "the peak holds more than what is kept"
 
 
-BFLOAT16 = ["optim.weights=bfloat16", "optim.moments=bfloat16", "train.checkpointing=none"]
+BFLOAT16 = [
+    "optim.storage.weights=bfloat16",
+    "optim.storage.moments=bfloat16",
+    "train.checkpointing=none",
+]
 FOUR_ROWS = ["train.micro_batch_size=4", "train.global_batch_size=4"]
 
 

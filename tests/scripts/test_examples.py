@@ -54,7 +54,7 @@ def small(config: Path, folder: Path) -> list[str]:
         "data.validation={kind: sources, sources: "
         f"[{{path: {folder}/validation.txt, format: lines}}]}}",
         f"data.cache_dir={folder}/cache",
-        "optim.warmup_steps=2",
+        "optim.schedule.warmup_steps=2",
         "train.steps=6",
         "train.global_batch_size=2",
         "train.micro_batch_size=2",

@@ -69,7 +69,7 @@ def test_training_goes_on_from_it(script, theirs, tmp_path, monkeypatch, capsys,
     start = text.index("model:")
     end = text.index("\n", text.index("vocab_size", start))
     config.write_text(text[:start] + f"model: {{init_from: {out}}}" + text[end:])
-    assert train(config, "run.name=more", "train.steps=2", "optim.warmup_steps=0") == 0
+    assert train(config, "run.name=more", "train.steps=2", "optim.schedule.warmup_steps=0") == 0
     lines = (tmp_path / "runs/more/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines if '"loss"' in line]
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("source", ["drawn", "folder"])
 def test_first_master_weights_are_not_rounded(tmp_path, source, weights):
     """Those of a sharded run are float32 values too; a start from rounded ones is another run."""
-    words = ["train.dtype=bfloat16", f"optim.weights={weights}"]
+    words = ["train.dtype=bfloat16", f"optim.storage.weights={weights}"]
     file = write_inputs(tmp_path / "run")
     config = load_config(file, words)
     tokenizer = load_tokenizer(config.data, tmp_path / "tokenizer")

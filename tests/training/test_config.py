@@ -17,6 +17,7 @@ from training.config.build import (
     make_plan,
     write_resolved,
 )
+from training.surgery.config import Copies
 
 MODEL = {
     "family": "qwen3_moe",
@@ -203,11 +204,11 @@ MISTAKES = [
     ("router.bias.kind=sign router.end_steps=1 model.num_experts_per_tok=8", "cannot balance"),
     (
         "optim.schedule.kind=constant optim.schedule.min_lr_ratio=0.1",
-        "optim.schedule.min_lr_ratio=0.1 is no key of kind constant, which has no other; it is one",
+        "optim.schedule.min_lr_ratio=0.1 is no key of kind constant, which has warmup_steps; it is",
     ),
     (
         "optim.schedule.kind=cosine optim.schedule.decay_fraction=0.5",
-        "optim.schedule.decay_fraction=0.5 is no key of kind cosine, which has min_lr_ratio; it",
+        "optim.schedule.decay_fraction=0.5 is no key of kind cosine, which has warmup_steps, min",
     ),
     ("eval.sample.tokens=9", "eval.sample.prompt is missing"),
     ("log.wandb.project=x", "log.wandb.mode is missing"),
@@ -467,9 +468,17 @@ def test_resolved_config_loads_again_and_tells_versions(file, tmp_path):
     # What was auto is spelled out, and an option begins with its kind.
     assert list(plain["router"]["balance"].items())[:2] == [("kind", "global"), ("coef", 0.01)]
     assert (plain["router"]["bias"], plain["router"]["score"]) == (None, "softmax")
-    assert plain["experts"]["copies"]["kind"] == "copy"
+    assert plain["experts"] is None
     assert plain["optim"]["lr"] == 1e-9
     assert plain["model"]["hidden_size"] == 64
+
+
+def test_how_copies_begin_is_spelled_out(file, tmp_path):
+    words = ["experts.events=[{step: 3, kind: retire, expert: 1}]", "experts.copies.noise=0.5"]
+    config = load_config(file, words)
+    write_resolved(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+    assert config.experts.copies == Copies(kind="copy", noise=0.5)
 
 
 def test_hf_config_gives_fields_and_what_stands_beside_it_wins(file, tmp_path):

@@ -271,12 +271,12 @@ TURNED = {
     "optim.schedule.kind": "optim.schedule.kind=linear",
     "optim.schedule.decay_fraction": "optim.schedule.decay_fraction=0.6",
     "optim.schedule.min_lr_ratio": "optim.schedule.min_lr_ratio=0.5",
-    "optim.warmup_steps": "optim.warmup_steps=1",
+    "optim.schedule.warmup_steps": "optim.schedule.warmup_steps=1",
     "optim.clip_norm": "optim.clip_norm=null",
-    "optim.weights": "optim.weights=bfloat16 train.dtype=bfloat16",
-    "optim.moments": "optim.moments=bfloat16 train.dtype=bfloat16",
-    "optim.router_lr_multiplier": "optim.router_lr_multiplier=0.1",
-    "optim.router_weight_decay": "optim.router_weight_decay=0.1",
+    "optim.storage.weights": "optim.storage.weights=bfloat16 train.dtype=bfloat16",
+    "optim.storage.moments": "optim.storage.moments=bfloat16 train.dtype=bfloat16",
+    "optim.router.lr_multiplier": "optim.router.lr_multiplier=0.1",
+    "optim.router.weight_decay": "optim.router.weight_decay=0.1",
     "optim.on_nonfinite": "optim.on_nonfinite=stop",
     "optim.spike_factor": "optim.spike_factor=3",
     "train.steps": "train.steps=9",
@@ -374,7 +374,7 @@ BEFORE = {
     **{f"data.tokenizer.{key}": NAMED for key in ("kind", "path", "eos_token")},
     "data.tokenizer.bos_token": f"{NAMED} data.add_bos=true",
     "data.tokenizer.vocab_size": "data.tokenizer={kind: bpe, vocab_size: 262}",
-    **dict.fromkeys(("optim.weights", "optim.moments"), "train.dtype=bfloat16"),
+    **dict.fromkeys(("optim.storage.weights", "optim.storage.moments"), "train.dtype=bfloat16"),
     "eval.sample.tokens": "eval.sample.prompt=whale",
     "log.wandb.project": "log.wandb.mode=offline",
 }
@@ -502,7 +502,7 @@ def test_tokenising_uses_as_many_processes_as_are_said(run, monkeypatch, tmp_pat
 
 # Names that the parts of the code give to a section, beside its own.
 ALIASES = {
-    "experts": {"event"},
+    "experts": {"event", "expert_changes"},
     "eval": {"evaluation", "settings"},
     "optim": {"optimizer", "rule", "self"},
     "data": {"config", "self", "given", "source", "state"},

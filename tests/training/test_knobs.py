@@ -34,11 +34,11 @@ COMBINATIONS = {
         "router.selection.kind=sample", "router.selection.temperature=1",
     ],
     "bfloat16 states, rounded at random": [
-        "train.dtype=bfloat16", "optim.weights=bfloat16", "optim.moments=bfloat16",
+        "train.dtype=bfloat16", "optim.storage.weights=bfloat16", "optim.storage.moments=bfloat16",
         "train.micro_batch_size=4",  # a step is one micro-batch: no buffer for gradients
     ],
     "bfloat16 moments, recomputed": [
-        "train.dtype=bfloat16", "optim.moments=bfloat16", "train.checkpointing=full",
+        "train.dtype=bfloat16", "optim.storage.moments=bfloat16", "train.checkpointing=full",
         "train.micro_batch_size=4",
     ],
     "revived, average": [

@@ -169,7 +169,11 @@ def test_c17_an_engine_that_is_named_is_used_by_one_process(tiny_config, engine)
     assert plan(tiny_config, f"parallel.engine={engine}", *both, world=1).engine == engine
     with pytest.raises(ConfigError, match=r"parallel\.offload\.kind=cpu needs an engine"):
         plan(tiny_config, *both, world=1)
-    for word in ("train.sparsity.density=0.5", "optim.moments=bfloat16", "train.cuda_graph=true"):
+    for word in (
+        "train.sparsity.density=0.5",
+        "optim.storage.moments=bfloat16",
+        "train.cuda_graph=true",
+    ):
         with pytest.raises(ConfigError, match=f"parallel.engine={engine}"):
             plan(tiny_config, f"parallel.engine={engine}", word, world=1)
 

@@ -154,10 +154,11 @@ def test_e4_switching_off_on_the_command_line_takes_the_rest_along(tiny_config, 
         + "\nexperts: {policy: {kind: replace, every: 7}}\n"
     )
     config = load_config(file, ["router.bias=null", "experts.policy=null"])
-    assert (config.router.bias, config.experts.policy) == (None, None)
-    # another kind starts from its own defaults, but for what the command line says
+    assert (config.router.bias, config.expert_changes.policy) == (None, None)
+    # another kind starts from its own defaults, but for what the command line says and for what
+    # the two kinds have from one class
     config = load_config(file, ["router.bias.kind=sign", "experts.policy.kind=resize"])
-    assert (config.router.bias, config.experts.policy) == (SignBias(), Resize())
+    assert (config.router.bias, config.expert_changes.policy) == (SignBias(), Resize(every=7))
     for order in (1, -1):
         words = ["router.bias.rate=0.5", "router.bias.kind=sign"][::order]
         assert load_config(file, words).router.bias == SignBias(rate=0.5)
@@ -170,15 +171,15 @@ def test_e4_switching_off_on_the_command_line_takes_the_rest_along(tiny_config, 
 def test_e13_a_warm_up_longer_than_the_run_is_cut_and_told(
     tiny_config, tmp_path, monkeypatch, capsys
 ):
-    optim = load_config(tiny_config, ["optim.warmup_steps=40", "train.steps=20"]).optim
+    optim = load_config(tiny_config, ["optim.schedule.warmup_steps=40", "train.steps=20"]).optim
     assert (warmup_steps(40, 20), warmup_steps(40, 40), warmup_steps(40, 41)) == (2, 4, 40)
     assert [learning_rate(optim, step, 20) / optim.lr for step in (0, 1)] == [0.5, 1.0]
     monkeypatch.chdir(tmp_path)
-    words = ["optim.warmup_steps=40", "train.steps=2", "eval.every_steps=null"]
+    words = ["optim.schedule.warmup_steps=40", "train.steps=2", "eval.every_steps=null"]
     assert train.main([str(tiny_config), *words, "run.name=short"]) == 0
     assert (
-        "warm-up takes 0 of the 2 steps, a tenth: optim.warmup_steps=40 is not below their number"
-        in capsys.readouterr().out
+        "warm-up takes 0 of the 2 steps, a tenth: optim.schedule.warmup_steps=40 is not below "
+        "their number" in capsys.readouterr().out
     )
 
 

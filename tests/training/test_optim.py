@@ -14,7 +14,7 @@ from parallel.engines.optimizer import Group
 from tests.engines import local_engine
 from training.optim.groups import DECAYED, group_table, parameter_groups
 
-NARROW = {"weights": "bfloat16", "moments": "bfloat16"}
+NARROW = {"storage": {"weights": "bfloat16", "moments": "bfloat16"}}
 
 
 class Block(nn.Module):

@@ -181,7 +181,7 @@ def test_dead_experts_name_their_layers(tmp_path):
     [(190, 0, True), (210, 0, False), (590, 600, True), (610, 600, False)],
 )
 def test_an_uneven_load_is_a_note_at_first(tmp_path, steps, warmup, calm):
-    config = {**CONFIG, "optim": {"warmup_steps": warmup}}
+    config = {**CONFIG, "optim": {"schedule": {"warmup_steps": warmup}}}
     lines = after(0, dead_experts=3.0, max_violation=5.0, router_entropy=0.01)
     found = told(make_run(tmp_path / "run", lines, config, steps), now=NOW - 1000 + steps)
     assert {f.level for f in found if "mean load" in f.seen} == {"note" if calm else "warning"}

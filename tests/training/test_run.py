@@ -49,7 +49,7 @@ def test_steps_from_epochs():
     def config(steps=None, epochs=None, batch=4, warmup=2):
         return types.SimpleNamespace(
             train=types.SimpleNamespace(steps=steps, epochs=epochs, global_batch_size=batch),
-            optim=types.SimpleNamespace(warmup_steps=warmup),
+            optim=types.SimpleNamespace(schedule=types.SimpleNamespace(warmup_steps=warmup)),
         )
 
     assert total_steps(config(steps=7), None) == 7

@@ -140,7 +140,7 @@ def test_the_quickstart_ends_with_a_command_that_trains_on_ones_own_text(
     assert (python, program) == (".venv/bin/python", "train.py")
     monkeypatch.chdir(tmp_path)
     small = f"model.hidden_size=32 model.num_hidden_layers=1 data.cache_dir={tmp_path}/cache"
-    quick = "run.device=cpu optim.warmup_steps=1 eval.every_steps=2 log.plots=false"
+    quick = "run.device=cpu optim.schedule.warmup_steps=1 eval.every_steps=2 log.plots=false"
     words = [str(ROOT / config), *words, *small.split(), *quick.split()]
     text = Path("my_text.txt")
     text.write_text("Too short.")

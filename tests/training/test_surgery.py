@@ -305,7 +305,7 @@ def test_a_copy_is_of_the_family_of_its_parent():
 def test_importance_is_an_average_over_applied_steps(how):
     model, optimizer = make(start_experts=6, importance=how)
     config = types.SimpleNamespace(
-        experts=ExpertsConfig(
+        expert_changes=ExpertsConfig(
             importance=Importance(kind=how, decay=0.5), policy={"kind": "resize"}
         ),
         model=types.SimpleNamespace(config=model.config),
@@ -354,7 +354,7 @@ def test_what_goes_with_an_expert_is_read_wherever_its_gradient_lies(accumulates
         torch.bfloat16, accumulates=accumulates, start_experts=6, importance="taylor"
     )
     config = types.SimpleNamespace(
-        experts=ExpertsConfig(
+        expert_changes=ExpertsConfig(
             importance=Importance(kind="taylor", decay=0.0), policy={"kind": "resize"}
         ),
         model=types.SimpleNamespace(config=model.config),

@@ -179,7 +179,7 @@ def test_the_policy_goes_on_with_as_few_families_as_a_token_needs(
     monkeypatch.chdir(tmp_path)
     words = [str(tiny_config), "run.seed=2", "train.steps=24", "experts.copies.kind=family"]
     words += ["train.global_batch_size=2", "router.exportable=false", "model.init.router=3"]
-    words += ["optim.router_lr_multiplier=5", *(POLICY if which == "resize" else POLICY[:-1])]
+    words += ["optim.router.lr_multiplier=5", *(POLICY if which == "resize" else POLICY[:-1])]
     words += [
         f"experts.policy.kind={which}",
         "experts.policy.retire_below=0.95",

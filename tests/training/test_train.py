@@ -148,7 +148,7 @@ def test_evaluation_and_saving_change_nothing(run, whole, tmp_path):
 
 
 def test_plots_are_drawn_and_cannot_fail_the_run(run, tmp_path, monkeypatch, capsys):
-    arguments = ("train.steps=2", "optim.warmup_steps=0", "eval.every_steps=null")
+    arguments = ("train.steps=2", "optim.schedule.warmup_steps=0", "eval.every_steps=null")
     arguments += ("eval.rows=128", "log.plots=true")
     assert run("run.name=drawn", *arguments) == 0
     assert (tmp_path / "runs/drawn/plots/loss.png").read_bytes()[1:4] == b"PNG"
@@ -192,7 +192,7 @@ def test_sigterm_finishes_the_step_saves_and_resumes_exactly(
     [
         ("data.packing=false",),
         ("data.workers=2",),
-        ("train.dtype=bfloat16", "optim.router_lr_multiplier=0.1"),
+        ("train.dtype=bfloat16", "optim.router.lr_multiplier=0.1"),
         ("train.checkpointing=full", "router.balance.kind=global", "train.micro_batch_size=1"),
         ("optim.spike_factor=3", "optim.schedule.kind=cosine"),
         ("router.top_k.kind=geometric", "router.top_k.start=4", "router.top_k.soft=true"),
@@ -292,7 +292,7 @@ def test_a_calibrated_start_changes_the_bias_and_not_the_data(run, tmp_path, mon
 def test_learning_rates_are_a_function_of_the_step_also_after_stops(run, tmp_path, monkeypatch):
     from training.config.build import load_config
 
-    settings = ("optim.schedule.kind=cosine", "optim.warmup_steps=6")
+    settings = ("optim.schedule.kind=cosine", "optim.schedule.warmup_steps=6")
     for stop_at in range(1, STEPS, 2):
         with monkeypatch.context() as patch:
             before_step(patch, stop_at, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -589,10 +589,10 @@ def test_exit_codes_of_mistakes(run, tiny_config, tmp_path, capsys, monkeypatch)
 
 
 def test_epochs(run, tmp_path, capsys):
-    arguments = ("train.steps=null", "train.epochs=1.5", "optim.warmup_steps=1")
+    arguments = ("train.steps=null", "train.epochs=1.5", "optim.schedule.warmup_steps=1")
     assert run("run.name=epochs", *arguments) == 0
     state = read_state((tmp_path / "runs/epochs/checkpoints/latest").resolve())
     (source,) = state["data"]["sources"].values()
     assert source["epoch"] == 1, "in the second epoch"
-    assert run("run.name=short", *arguments, "optim.warmup_steps=1000") == 0
-    assert "optim.warmup_steps=1000 is not below their number" in capsys.readouterr().out
+    assert run("run.name=short", *arguments, "optim.schedule.warmup_steps=1000") == 0
+    assert "optim.schedule.warmup_steps=1000 is not below their number" in capsys.readouterr().out

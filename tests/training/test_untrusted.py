@@ -41,7 +41,12 @@ def trained(tiny_config, tmp_path_factory) -> Path:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        changed = ("train.steps=2", "run.name=r", "optim.warmup_steps=1", "eval.every_steps=2")
+        changed = (
+            "train.steps=2",
+            "run.name=r",
+            "optim.schedule.warmup_steps=1",
+            "eval.every_steps=2",
+        )
         assert train.main([str(tiny_config), *changed]) == 0
     finally:
         os.chdir(before)

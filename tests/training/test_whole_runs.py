@@ -32,7 +32,7 @@ def test_c4_validation_rows_do_not_depend_on_micro_batch(run, tmp_path, monkeypa
         return validate(model, batches, **options)
 
     monkeypatch.setattr(train, "validate", watched)
-    settings = ("train.steps=1", "optim.warmup_steps=0", f"eval.rows={limit}")
+    settings = ("train.steps=1", "optim.schedule.warmup_steps=0", f"eval.rows={limit}")
     for batch, micro in ((4, 1), (4, 2), (4, 4), (6, 3), (1, 1)):
         sizes = (f"train.global_batch_size={batch}", f"train.micro_batch_size={micro}")
         assert run(f"run.name=v{limit}-{batch}-{micro}", *settings, *sizes) == 0
@@ -48,7 +48,7 @@ def test_c4_validation_rows_do_not_depend_on_micro_batch(run, tmp_path, monkeypa
 )
 def test_c2_a_run_whose_steps_are_all_skipped_fails_early(run, tmp_path, capsys, setting, cause):
     settings = (setting, "train.steps=60", "log.every_steps=10", "checkpoint.every_steps=40")
-    settings += ("eval.every_steps=null", "eval.rows=128", "optim.warmup_steps=0")
+    settings += ("eval.every_steps=null", "eval.rows=128", "optim.schedule.warmup_steps=0")
     assert run("run.name=lost", *settings) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "steps up to step 30 were skipped" in line or "up to step 20 were skipped" in line
@@ -79,7 +79,12 @@ def test_c3_epochs_are_those_of_the_rows_whatever_the_batch(
         return count(config, rows_per_epoch, **options)
 
     monkeypatch.setattr(train, "total_steps", counted)
-    words = ("run.name=epochs", "train.steps=null", "train.epochs=2", "optim.warmup_steps=1")
+    words = (
+        "run.name=epochs",
+        "train.steps=null",
+        "train.epochs=2",
+        "optim.schedule.warmup_steps=1",
+    )
     words += ("train.micro_batch_size=1", "eval.every_steps=null", "eval.rows=128")
     root = tmp_path / "runs/epochs/checkpoints"
     with monkeypatch.context() as patch:
@@ -211,13 +216,13 @@ WRONG = {
 
 
 def test_c12_folders_of_weights_that_do_not_fit_are_one_line(run, tmp_path, capsys):
-    assert run("run.name=first", "train.steps=2", "optim.warmup_steps=1") == 0
+    assert run("run.name=first", "train.steps=2", "optim.schedule.warmup_steps=1") == 0
     out = tmp_path / "out"
     first = tmp_path / "runs/first"
     tokenizer = read_tokenizer(first / "tokenizer")
     settings = ("run.name=second", f"model.init_from={out}", "data.tokenizer=null")
     export_hf(load_model(first), out, tokenizer=tokenizer)
-    assert run(*settings, "train.steps=1", "optim.warmup_steps=0", "run.name=whole") == 0
+    assert run(*settings, "train.steps=1", "optim.schedule.warmup_steps=0", "run.name=whole") == 0
     config = json.loads((out / "config.json").read_text())
 
     def told() -> str:
@@ -242,11 +247,11 @@ def test_c12_folders_of_weights_that_do_not_fit_are_one_line(run, tmp_path, caps
 
 def test_f5_a_run_stops_generation_where_the_folder_says(run, tmp_path):
     """The list of generation_config.json, as scripts/import_hf.py takes it."""
-    assert run("run.name=first", "train.steps=1", "optim.warmup_steps=0") == 0
+    assert run("run.name=first", "train.steps=1", "optim.schedule.warmup_steps=0") == 0
     out, first = tmp_path / "out", tmp_path / "runs/first"
     export_hf(load_model(first), out, tokenizer=read_tokenizer(first / "tokenizer"))
     (out / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
-    settings = (f"model.init_from={out}", "data.tokenizer=null", "optim.warmup_steps=0")
+    settings = (f"model.init_from={out}", "data.tokenizer=null", "optim.schedule.warmup_steps=0")
     assert run("run.name=second", *settings, "train.steps=1") == 0
     assert load_model(tmp_path / "runs/second").config.eos_token_id == [0, 2]
 
@@ -259,7 +264,7 @@ def test_c10_the_start_says_which_files_of_a_folder_are_taken(run, tmp_path, cap
     (folder / "a.jsonl").write_text(line * 3)
     (folder / "b.csv").write_text("x")
     source = f"data.sources=[{{path: {folder}}}]"
-    assert run("run.name=folder", source, "train.steps=1", "optim.warmup_steps=0") == 0
+    assert run("run.name=folder", source, "train.steps=1", "optim.schedule.warmup_steps=0") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "1 file taken: a.jsonl; left out: README.md (about the data); b.csv (ending" in told
     assert "corpus: 3 documents" in told
@@ -283,6 +288,6 @@ def test_c11_a_dense_model_runs_each_micro_batch_once(run, monkeypatch):
         ("dense", ("model.mlp_only_layers=[0,1]", "model.intermediate_size=16")),
     ):
         calls.clear()
-        assert run(f"run.name={name}", *words, *dense, "optim.warmup_steps=1") == 0
+        assert run(f"run.name={name}", *words, *dense, "optim.schedule.warmup_steps=1") == 0
         passes[name] = len(calls)
     assert passes == {"experts": 2 * 8, "dense": 2 * 4}

@@ -56,7 +56,7 @@ def write_inputs(folder: Path, count: int = 60) -> Path:
             "cache_dir": str(folder / "cache"),
             "tokenize_workers": 1,
         },
-        "optim": {"lr": 0.01, "warmup_steps": 3},
+        "optim": {"lr": 0.01, "schedule": {"warmup_steps": 3}},
         "train": {"steps": 8, "global_batch_size": 4, "micro_batch_size": 2},
         "checkpoint": {"every_steps": 3},
         "eval": {"every_steps": 4, "rows": 4},

@@ -34,6 +34,7 @@ from training.config.sections import Config, ModelSection
 from training.config.validate import check_config, check_plan
 from training.data.lock import atomic_file
 from training.surgery.checks import dormant_copies
+from training.surgery.config import ExpertsConfig
 
 __all__ = [
     "Config",
@@ -137,6 +138,8 @@ def resolved(config: Config) -> Config:
         left = {key: None for key in ("bias", "balance") if getattr(config.router, key) == "auto"}
         router = router.model_copy(update=left)
     config = config.model_copy(update={"router": router})
+    if config.experts in (None, ExpertsConfig()):
+        return config.model_copy(update={"experts": None})
     copies = config.experts.copies
     if copies.kind == "auto":
         kind = "dormant" if dormant_copies(config) else "copy"

@@ -61,7 +61,9 @@ KNOBS = (
 
 
 def _resizes(config: Config) -> bool:
-    return config.experts.policy is not None and config.experts.policy.kind == "resize"
+    return (
+        config.expert_changes.policy is not None and config.expert_changes.policy.kind == "resize"
+    )
 
 
 def inexact(config: Config) -> list[Knob]:

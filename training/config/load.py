@@ -245,7 +245,7 @@ def apply_overrides(
     a key of an option into it (router.bias.rate).
 
     Another kind of an option starts from that kind's defaults: of what it was told before, only
-    what the command line said stays.
+    what the command line said stays, and what both kinds inherit from one class.
 
     Args:
         names: every dotted place → the keys valid there, for the section of a key without one.
@@ -269,9 +269,11 @@ def apply_overrides(
         holder = _enter(values, keys, word, kinds or {})
         place, key = path.rpartition(".")[::2]
         option = (kinds or {}).get(place)
-        if option is not None and key == "kind" and holder.get("kind", option.default) != value:
+        if option is not None and key == "kind":
+            before = holder.get("kind", option.default)
             for old in [old for old in holder if f"{place}.{old}" not in given]:
-                del holder[old]
+                if before != value and not option.shares(old, before, value):
+                    del holder[old]
         holder[int(key) if isinstance(holder, list) else key] = value
         given.add(path)
     return values

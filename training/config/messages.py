@@ -81,7 +81,7 @@ _OTHER_NAMES = {
     "max_grad_norm": "optim.clip_norm",
     "grad_clip": "optim.clip_norm",
     "wd": "optim.weight_decay",
-    "warmup": "optim.warmup_steps",
+    "warmup": "optim.schedule.warmup_steps",
     "lr_scheduler_type": "optim.schedule",
     "batch_size": "train.global_batch_size",
     "train_batch_size": "train.global_batch_size",

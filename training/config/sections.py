@@ -289,7 +289,7 @@ class Config(Settings):
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelSection
     router: RouterConfig = Field(default_factory=RouterConfig)
-    experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
+    experts: ExpertsConfig | None = None
     data: DataConfig
     optim: one_of(OPTIMIZERS, default="adamw") = Field(default_factory=AdamW)
     train: TrainConfig
@@ -297,6 +297,11 @@ class Config(Settings):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+
+    @property
+    def expert_changes(self) -> ExpertsConfig:
+        """The section `experts`; where there is none, no expert comes or goes."""
+        return self.experts or ExpertsConfig()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `load_config` reads back to an equal config."""

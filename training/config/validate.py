@@ -110,8 +110,8 @@ def refuse_sharded(config: Config, sharing: str) -> None:
         (config.train.sparsity is not None, "train.sparsity", "null"),
         (config.log.activation_threshold is not None, "log.activation_threshold", "null"),
         (config.model.config.moe_expert_widths is not None, "model.moe_expert_widths", "null"),
-        (optim.weights != "float32", f"optim.weights={optim.weights!r}", "float32"),
-        (optim.moments != "float32", f"optim.moments={optim.moments!r}", "float32"),
+        (optim.weights != "float32", f"optim.storage.weights={optim.weights!r}", "float32"),
+        (optim.moments != "float32", f"optim.storage.moments={optim.moments!r}", "float32"),
         (config.train.cuda_graph, "train.cuda_graph=true", "false"),
     ):
         if wrong:
@@ -272,7 +272,7 @@ def _check_changes(config: Config, steps: int) -> None:
             f"experts.policy.every={times.every} has no effect: the run has {steps} steps; "
             "allowed: below that"
         )
-    for number, event in enumerate(config.experts.events):
+    for number, event in enumerate(config.expert_changes.events):
         last, why = steps - 1, f"the run has {steps} steps"
         if times.level_at is not None:
             last = times.level_at

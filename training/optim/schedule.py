@@ -71,8 +71,8 @@ def lr_factor(
 
 
 def warmup_steps(wanted: int, steps: int) -> int:
-    """Steps of warm-up in a run of `steps`: as wanted (`optim.warmup_steps`) if the run is longer
-    than that, else a tenth of the run."""
+    """Steps of warm-up in a run of `steps`: as wanted (`optim.schedule.warmup_steps`) if the run
+    is longer than that, else a tenth of the run."""
     return wanted if wanted < steps else steps // 10
 
 
@@ -82,7 +82,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
         step,
         steps=steps,
         kind=optim.schedule.kind,
-        warmup_steps=warmup_steps(optim.warmup_steps, steps),
+        warmup_steps=warmup_steps(optim.schedule.warmup_steps, steps),
         decay_fraction=getattr(optim.schedule, "decay_fraction", 0.0),
         min_ratio=getattr(optim.schedule, "min_lr_ratio", 0.0),
     )

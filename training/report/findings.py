@@ -62,7 +62,8 @@ def _nonfinite(record: Record) -> Iterator[Finding]:
         yield Finding(
             "problem",
             f"the loss was not a number at {len(bad)} logged steps, first at step {bad[0]}",
-            "lower optim.lr or lengthen optim.warmup_steps; events.jsonl names the batch's rows",
+            "lower optim.lr or lengthen optim.schedule.warmup_steps; events.jsonl names the "
+            "batch's rows",
         )
 
 
@@ -122,7 +123,8 @@ def _learning(record: Record) -> Iterator[Finding]:
         yield Finding(
             "problem",
             f"the loss is rising: its median was {best:.3f} at best and is {last:.3f} now",
-            "lower optim.lr, lengthen optim.warmup_steps, or go back to an earlier checkpoint",
+            "lower optim.lr, lengthen optim.schedule.warmup_steps, or go back to an earlier "
+            "checkpoint",
         )
     elif before - last < 0.001 * before and _lr_is_high(record):
         yield Finding(
@@ -156,7 +158,7 @@ def _overfitting(record: Record) -> Iterator[Finding]:
 
 def _uneven(record: Record, seen: str, remedy: str) -> Finding:
     """A finding about the load: a note at first, while routers are still finding their balance."""
-    wanted = record.setting("optim.warmup_steps") or 0
+    wanted = record.setting("optim.schedule.warmup_steps") or 0
     early = early_until(warmup_steps(wanted, record.steps) if record.steps else wanted)
     if record.last["step"] >= early:
         return Finding("warning", seen, remedy)
@@ -180,7 +182,7 @@ def _dead_experts(record: Record) -> Iterator[Finding]:
         record,
         f"{_median(dead.values):.0f} experts get less than a tenth of the mean load"
         + (f" ({where}{' …' if len(worst) > 4 else ''})" if where else ""),
-        f"raise router.balance.coef (now {coef}), lower optim.router_lr_multiplier, or use fewer "
+        f"raise router.balance.coef (now {coef}), lower optim.router.lr_multiplier, or use fewer "
         "experts" + revive * (steps >= 200),
     )
 
@@ -210,7 +212,7 @@ def _router_collapse(record: Record) -> Iterator[Finding]:
             "warning",
             f"gates are nearly one-hot: entropy {_median(entropy.values):.3f} of at most "
             f"{math.log(k):.2f} nats, so {k} experts are paid for and one is used",
-            "raise router.z_coef, lower optim.router_lr_multiplier, or lower num_experts_per_tok",
+            "raise router.z_coef, lower optim.router.lr_multiplier, or lower num_experts_per_tok",
         )
 
 

@@ -64,10 +64,11 @@ def log_run_header(state: RunState) -> None:
             f"AdamW: weights in {optim.weights}, moments in {optim.moments}, bfloat16 by "
             "stochastic rounding (routers: float32)"
         )
-    if (taken := warmup_steps(optim.warmup_steps, state.steps)) != optim.warmup_steps:
+    wanted = optim.schedule.warmup_steps
+    if (taken := warmup_steps(wanted, state.steps)) != wanted:
         log.warn(
             f"warm-up takes {taken} of the {state.steps} steps, a tenth: "
-            f"optim.warmup_steps={optim.warmup_steps} is not below their number"
+            f"optim.schedule.warmup_steps={wanted} is not below their number"
         )
     if config.train.cuda_graph:
         log.say("steps are captured as CUDA graphs")

@@ -142,7 +142,9 @@ def _report_alarms(state: RunState, window: Window) -> None:
     """Lasting faults of the routing, once each."""
     if window.health is None:
         return
-    early = state.step < early_until(warmup_steps(state.config.optim.warmup_steps, state.steps))
+    early = state.step < early_until(
+        warmup_steps(state.config.optim.schedule.warmup_steps, state.steps)
+    )
     for alarm in state.alarms.new(window.health, early):
         text = f"step {state.step}: {alarm.pop('text')}"
         style = "dim" if early else "bold yellow"

@@ -106,12 +106,12 @@ def change_experts(state: RunState) -> list[Done]:
     if after is None and not times.due(step):
         return []
     seen = look(state)
-    changes = scheduled(config.experts.events, step, seen)
+    changes = scheduled(config.expert_changes.events, step, seen)
     done: list[Done] = []
     if step == times.level_at:
         changes += level(seen)
     elif times.decides(step):
-        policy, least = config.experts.policy, least_experts(config)
+        policy, least = config.expert_changes.policy, least_experts(config)
         low, high = getattr(policy, "min_experts", None), getattr(policy, "max_experts", None)
         limits = (low or least, high or config.model.config.num_experts)
         wanted, low_LE = decide(policy, seen, step, limits, step <= times.clone_until)
@@ -121,7 +121,7 @@ def change_experts(state: RunState) -> list[Done]:
             done += [Done(wanted, dry=True)] if wanted else []
         else:
             changes += wanted
-    dormant = config.experts.copies.kind == "dormant"
+    dormant = config.expert_changes.copies.kind == "dormant"
     done += _make(state, changes, dormant=dormant) if changes else []
     if after is not None:
         revivals = [c for c in choose_revivals(seen, after) if not _touches(c, changes)]
@@ -160,7 +160,7 @@ def _make(state: RunState, changes: list[Change], dormant: bool) -> list[Done]:
             state.train.optimizer,
             changes,
             dormant=dormant,
-            noise=state.config.experts.copies.noise,
+            noise=state.config.expert_changes.copies.noise,
             seed=state.config.run.seed,
             step=state.step,
         )

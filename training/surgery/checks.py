@@ -14,25 +14,25 @@ from training.surgery.config import ExpertEvent
 
 def decides(config: Config) -> bool:
     """Whether a policy changes experts by what they are worth."""
-    policy = config.experts.policy
+    policy = config.expert_changes.policy
     return policy is not None and policy.decides
 
 
 def uses_slots(config: Config) -> bool:
     """Whether experts come and go in this run."""
-    return bool(config.experts.events) or decides(config)
+    return bool(config.expert_changes.events) or decides(config)
 
 
 def start_experts(config: Config) -> int | None:
     """Experts of a layer at first; None: the same slots hold one for ever, and no mask is kept."""
     if not uses_slots(config):
         return None
-    return config.experts.start or config.model.config.num_experts
+    return config.expert_changes.start or config.model.config.num_experts
 
 
 def uses_families(config: Config) -> bool:
     """Whether a token chooses one of each family of copies at most."""
-    return uses_slots(config) and config.experts.copies.kind == "family"
+    return uses_slots(config) and config.expert_changes.copies.kind == "family"
 
 
 def least_experts(config: Config) -> int:
@@ -44,7 +44,7 @@ def least_experts(config: Config) -> int:
 
 def revives_dead(config: Config) -> int | None:
     """Steps after which a dead expert becomes a copy of the busiest one; None: never."""
-    policy = config.experts.policy
+    policy = config.expert_changes.policy
     return policy.after if policy is not None and policy.kind == "revive" else None
 
 
@@ -52,14 +52,14 @@ def chosen_by_importance(config: Config) -> bool:
     """Whether anything looks at what experts are worth."""
     by_event = any(
         event.expert is None or (event.kind == "revive" and event.slot is None)
-        for event in config.experts.events
+        for event in config.expert_changes.events
     )
     return decides(config) or by_event
 
 
 def importance(config: Config) -> str:
     """What is measured: nothing but the load where nothing looks at it."""
-    return config.experts.importance.kind if chosen_by_importance(config) else "load"
+    return config.expert_changes.importance.kind if chosen_by_importance(config) else "load"
 
 
 def dormant_copies(config: Config) -> bool:
@@ -73,7 +73,7 @@ def check_experts(config: Config) -> None:
     Raises:
         ConfigError: key, value, what is allowed.
     """
-    experts, model, router = config.experts, config.model.config, config.router
+    experts, model, router = config.expert_changes, config.model.config, config.router
     if model.moe_expert_widths is not None and experts.policy is not None:
         raise ConfigError(
             f"experts.policy.kind={experts.policy.kind!r} takes all experts for equally wide, "
@@ -149,7 +149,7 @@ def _kind(option: object) -> str | None:
 
 def check_importance(config: Config, sharing: str) -> None:
     """ConfigError for an importance that needs an expert whole in one process."""
-    how = config.experts.importance.kind
+    how = config.expert_changes.importance.kind
     if chosen_by_importance(config) and how in ("reap", "taylor"):
         raise ConfigError(
             f"experts.importance.kind={how!r} works in one process only and without an engine, and "
@@ -163,9 +163,9 @@ def follow_events(config: Config) -> list[int]:
     Raises:
         ConfigError: an event that cannot happen.
     """
-    events, model = config.experts.events, config.model.config
+    events, model = config.expert_changes.events, config.model.config
     layers, slots, least = len(model.moe_layers), model.num_experts, least_experts(config)
-    sure = _kind(config.experts.policy) != "resize"
+    sure = _kind(config.expert_changes.policy) != "resize"
     counts = [start_experts(config) or slots] * layers
     places: list[set[int] | None] = [set(range(count)) if sure else None for count in counts]
     steps = [event.step for event in events]
@@ -228,4 +228,4 @@ def _follow(
 
 def events_uneven(config: Config) -> bool:
     """Whether the events leave layers with different numbers of experts."""
-    return bool(config.experts.events) and len(set(follow_events(config))) > 1
+    return bool(config.expert_changes.events) and len(set(follow_events(config))) > 1

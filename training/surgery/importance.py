@@ -80,7 +80,7 @@ class ExpertImportance(Follower):
             len(routers),
             slots,
             how=how,
-            decay=config.experts.importance.decay,
+            decay=config.expert_changes.importance.decay,
             weights=lambda: down_projections(model, optimizer, slots),
             device=device,
         )

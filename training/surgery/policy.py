@@ -187,7 +187,7 @@ class Calendar:
 
 def calendar(config: Config, steps: int) -> Calendar:
     """When experts may change in a run of so many steps."""
-    experts = config.experts
+    experts = config.expert_changes
     every = experts.policy.every if decides(config) else None
     ends = [
         last
@@ -204,9 +204,9 @@ def calendar(config: Config, steps: int) -> Calendar:
 
 def last_release(config: Config, steps: int) -> int:
     """Last step after which tokens may find a dormant copy."""
-    if config.experts.copies.kind == "family":
+    if config.expert_changes.copies.kind == "family":
         return last_acting_step(config, "experts.copies", steps) or steps
-    if config.experts.copies.kind != "dormant":
+    if config.expert_changes.copies.kind != "dormant":
         return steps
     bias, last_bias = config.router.bias, last_acting_step(config, "router.bias", steps)
     ends = [steps, bias.freeze_at or steps]
