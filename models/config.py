@@ -23,7 +23,7 @@ from pydantic_core import PydanticKnownError
 from torch import nn
 
 from models.errors import UserError, allowed_by
-from models.rope import normal_rope_scaling
+from models.rope import SCALINGS, Rope, normal_rope_scaling
 from moe.config import MoEConfig
 from moe.settings import Settings
 
@@ -126,7 +126,9 @@ class ModelConfig(Settings):
     rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
-    """`null`, or {rope_type: linear, factor: f}: positions divided by f."""
+    """`null`, or {rope_type: …, factor: f, …} for texts f times longer, with the keys that
+    transformers has for linear, dynamic, yarn and llama3. yarn and llama3 take
+    `max_position_embeddings` for an `original_max_position_embeddings` that is not given."""
 
     num_experts: Size
     """Routed experts per MoE layer (n_routed_experts / num_local_experts in some config.json
@@ -202,6 +204,12 @@ class ModelConfig(Settings):
         """Rotated dimensions of each head."""
         return self.head_dim
 
+    def rope(self) -> Rope:
+        """The rotary embedding that these fields describe."""
+        return Rope(
+            self.rotary_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings
+        )
+
     @property
     def qk_norm(self) -> Literal["none", "head", "full"]:
         """RMSNorm of queries and keys: per head, over the whole projection, or none."""
@@ -228,6 +236,13 @@ class ModelConfig(Settings):
             yield (
                 f"head_dim={self.head_dim} rotates {self.rotary_dim} dimensions; RoPE needs an "
                 "even number of at least 2"
+            )
+        scaling = self.rope_scaling
+        if scaling is not None and self.rotary_dim < SCALINGS[scaling["rope_type"]].smallest:
+            yield (
+                f"rope_scaling of type {scaling['rope_type']} needs at least "
+                f"{SCALINGS[scaling['rope_type']].smallest} rotated dimensions per head; these are "
+                f"{self.rotary_dim}"
             )
         if self.num_experts_per_tok > self.num_experts:
             yield (
@@ -375,7 +390,8 @@ class ModelConfig(Settings):
                 )
         filled = {**cls.defaults, **given}
         if isinstance(filled.get("rope_scaling"), dict):
-            filled["rope_scaling"] = normal_rope_scaling(filled["rope_scaling"])
+            longest = filled.get("max_position_embeddings")
+            filled["rope_scaling"] = normal_rope_scaling(filled["rope_scaling"], longest)
         return _derive(filled)
 
     @model_validator(mode="after")

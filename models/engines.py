@@ -59,7 +59,7 @@ class Feature:
 
 
 def linear_rope(c: ModelConfig) -> bool:
-    return c.rope_scaling is not None
+    return c.rope_scaling is not None and c.rope_scaling["rope_type"] == "linear"
 
 
 LINEAR_ROPE = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}

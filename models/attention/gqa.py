@@ -15,7 +15,7 @@ from models.attention.cache import KeysValues, KVCache
 from models.attention.sdpa import Choice, cached_attention, packed_attention, row_attention
 from models.config import ModelConfig
 from models.norm import RMSNorm
-from models.rope import Rope, Rotation, rotate
+from models.rope import Rotation, rotate
 
 
 class GroupedQueryAttention(nn.Module):
@@ -50,7 +50,7 @@ class GroupedQueryAttention(nn.Module):
         self.choice: Choice = "pytorch"
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.rope = Rope(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        self.rope = config.rope()
         self.q = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.v = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)

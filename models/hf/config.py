@@ -192,8 +192,9 @@ def _rope_fields(raw: dict[str, Any], name: str, family: type[ModelConfig]) -> d
         ("partial_rotary_factor", "rope_parameters.partial_rotary_factor"),
     )
     own = ("rope_theta", "partial_rotary_factor")
-    scaling_new = normal_rope_scaling({k: v for k, v in new.items() if k not in own})
-    scaling_old = normal_rope_scaling(raw.get("rope_scaling") or {})
+    longest = (family.defaults | raw).get("max_position_embeddings")
+    scaling_new = normal_rope_scaling({k: v for k, v in new.items() if k not in own}, longest)
+    scaling_old = normal_rope_scaling(raw.get("rope_scaling") or {}, longest)
     if new and raw.get("rope_scaling") and scaling_new != scaling_old:
         raise UserError(
             f"config.json contradicts itself: rope_scaling={raw['rope_scaling']}, "

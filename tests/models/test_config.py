@@ -119,9 +119,9 @@ def test_from_hf_reads_files_and_folders(tmp_path) -> None:
         ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise"),
         ("qwen3_moe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("qwen3_moe", {"hidden_act": "relu2"}, "hidden_act='relu2'.*allowed: silu, gelu"),
-        ("qwen3_moe", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn'.*linear"),
-        ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "'llama3'"),
-        ("qwen3_moe", {"rope_scaling": {"type": "linear"}}, "factor=None"),
+        ("qwen3_moe", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope'.*linear"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3"}}, "llama3 needs factor"),
+        ("qwen3_moe", {"rope_scaling": {"type": "linear"}}, "linear needs factor"),
         ("qwen3_moe", {"rope_scaling": {"factor": 4}}, "factor=4 scales nothing"),
         ("qwen3_moe", {"rope_scaling": {"type:yarn": None}}, "allowed: .rope_type: linear"),
         (

@@ -18,6 +18,7 @@ from models.config import ModelConfig, Positive
 from models.errors import UserError
 from models.first_weights import FirstWeights
 from models.hf.config import fields_from_hf
+from models.rope import normal_rope_scaling
 from moe.config import RouterConfig
 from moe.settings import Settings, one_of
 from parallel.config import AllToAll, Exchange, Offloading
@@ -68,7 +69,8 @@ class ModelSection(Settings):
     beside it win."""
     init_from: PathText | None = None
     """Hugging Face folder, checkpoint or run whose weights are continued from, with a new
-    optimizer; it also gives all fields."""
+    optimizer; it also gives all fields. `rope_theta`, `rope_scaling` and `max_position_embeddings`
+    given beside it win, to continue on longer texts."""
     kernels: Literal["auto", "hopper", "triton", "reference", "spmm"] = "auto"
     """Implementation of the expert layers. auto: on CUDA Triton, or kernels for Hopper where they
     can run; plain PyTorch elsewhere; spmm: products of sparse matrices, for comparison."""
@@ -104,14 +106,36 @@ class ModelSection(Settings):
         given = _hugging_face_fields(expand_home(path), f"model.{source}")
         if source == "init_from":
             full = ModelConfig(**given).model_dump()
-            wrong = [key for key, value in rest.items() if key in full and full[key] != value]
+            fixed = full.keys() - CONTINUED_OTHERWISE
+            wrong = [key for key, value in rest.items() if key in fixed and full[key] != value]
             if wrong:
                 raise ValueError(
                     f"model.{wrong[0]}={shown(rest[wrong[0]])} contradicts model.init_from, whose "
                     f"config has {shown(full[wrong[0]])}; leave it out, or give "
                     + " ".join(f"model.{key}={shown(full[key])}" for key in wrong)
                 )
+            if isinstance(rest.get("rope_scaling"), dict):
+                length = (full["rope_scaling"] or {}).get("original_max_position_embeddings")
+                rest["rope_scaling"] = normal_rope_scaling(
+                    rest["rope_scaling"], length or full["max_position_embeddings"]
+                )
         return own | {"config": {**given, **rest}}
+
+    def continued_otherwise(self) -> list[str]:
+        """What differs from the model of `init_from`, as "key: old → new"."""
+        if self.init_from is None:
+            return []
+        old = ModelConfig(**_hugging_face_fields(self.init_from, "model.init_from"))
+        values = (
+            (key, getattr(old, key), getattr(self.config, key))
+            for key in ModelConfig.model_fields
+            if key in CONTINUED_OTHERWISE
+        )
+        return [f"{key}: {shown(a)} → {shown(b)}" for key, a, b in values if a != b]
+
+
+CONTINUED_OTHERWISE = frozenset({"rope_theta", "rope_scaling", "max_position_embeddings"})
+"""Fields in which a continued model may differ from the one that its weights are of."""
 
 
 def _hugging_face_fields(path: str, key: str) -> dict[str, Any]:

@@ -48,6 +48,11 @@ def log_run_header(state: RunState) -> None:
         log.event("checkpoint_passed_over", f"checkpoint {sentence}")
     if run.changed:
         log.event("settings_changed", f"settings changed since then: {'; '.join(run.changed)}")
+    if changes := config.model.continued_otherwise():
+        log.event(
+            "model_changed",
+            f"the weights of {config.model.init_from} continue with {'; '.join(changes)}",
+        )
     for line in state.data.describe():
         log.say(f"data: {line}")
     active, total = matmul_weights(state.model.config)
