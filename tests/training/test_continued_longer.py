@@ -13,7 +13,7 @@ from training.checkpoint.weights import load_model
 from training.config.build import ConfigError, load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-SHORT = ("train.steps=4", "optim.warmup_steps=0", "eval.every_steps=null", "eval.rows=128")
+SHORT = ("train.steps=4", "optim.schedule.warmup_steps=0", "eval.every_steps=null", "eval.rows=128")
 LONGER = (
     "model.init_from=runs/short",
     "model.rope_theta=50000",
