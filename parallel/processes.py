@@ -23,6 +23,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from parallel.world import own_queues
+
 _PRELOAD = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "moe", "parallel"]
 
 
@@ -113,11 +118,6 @@ def _child(
     stacks = open(f"{folder}/stack_{rank}", "w")  # noqa: SIM115 (open until the process ends)
     faulthandler.dump_traceback_later(timeout_s, file=stacks)
     try:
-        import torch
-        import torch.distributed as dist
-
-        from parallel.world import own_queues
-
         torch.set_num_threads(1)
         torch.manual_seed(0)
         os.environ |= {

@@ -201,12 +201,7 @@ KINDS_STILL: dict[str, int] = {}
 STILL: dict[str, list[str]] = {
     "circles": [],
     "private names": [],
-    "hidden imports": [
-        "parallel.processes > parallel.world",
-        "parallel.processes > torch",
-        "parallel.processes > torch.distributed",
-        "parallel.exchange.pull > torch.distributed._symmetric_memory",
-    ],
+    "hidden imports": [],
     "long signatures": [],
 }
 

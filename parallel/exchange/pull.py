@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from parallel.exchange.transport import Pending, Split, exchanging
@@ -71,8 +72,6 @@ class SymmetricMemory:
         self._raised = 0
 
     def _map(self, nbytes: int, clear: bool = False) -> list[Tensor]:
-        import torch.distributed._symmetric_memory as symmetric
-
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
         if clear:
             own.zero_()
