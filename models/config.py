@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 from torch import nn
 
@@ -66,19 +66,6 @@ FUSED_NAMES: Names = TENSOR_NAMES | {
     "moe.w1": "mlp.experts.gate_up_proj",
     "moe.w2": "mlp.experts.down_proj",
 }
-
-
-class Strict(BaseModel):
-    """No unknown keys, no silent conversions, no changes after it is made."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
 
 
 class ModelConfig(Settings):

@@ -11,7 +11,6 @@ Shape letters: T tokens, P tokens of one chunk, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from models.cross_entropy import IGNORED, cross_entropy
 from moe.kernels.common.autograd import first_order
 from moe.kernels.common.backend import on_gpu, pick_backend
 
-__all__ = ["IGNORED", "default_chunk", "linear_cross_entropy", "loss_backend"]
+__all__ = ["IGNORED", "default_chunk", "linear_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -39,8 +38,7 @@ def linear_cross_entropy(
         labels_T: int64 in [0, V) or -100. They belong to the same position: nothing is shifted
             here.
         chunk: tokens per piece; default: `default_chunk`.
-        backend: reference, triton, or liger (CUDA and the package liger-kernel); "auto": see
-            `loss_backend`.
+        backend: auto (triton on CUDA, reference elsewhere), reference or triton.
 
     Returns an fp32 scalar (fp64 for fp64 input): 0 with zero gradients when no label is valid.
     Logits are fp32, and so is accumulation over tokens, for the weight's gradient too. Not twice
@@ -54,23 +52,12 @@ def linear_cross_entropy(
     dtype = x_TD.dtype
     if torch.is_autocast_enabled(x_TD.device.type):
         dtype = torch.get_autocast_dtype(x_TD.device.type)
-    if backend == "liger":
-        return _liger(x_TD.to(dtype), weight_VD.to(dtype), labels_T)
     backend = pick_backend(backend, x_TD)
     if chunk is None:
         chunk = default_chunk(*x_TD.shape, weight_VD.shape[0], x_TD.device)
     # Inside forward, ctx.needs_input_grad is true under no_grad too.
     train = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, chunk, dtype, backend, train)
-
-
-def loss_backend(tensor: Tensor) -> str:
-    """What "auto" means for tensors like this one: triton on CUDA, reference elsewhere.
-
-    Liger-Kernel's version is not chosen by itself: it reads a number back to the host in every
-    forward and backward pass, and rounds logits to the dtype of the products.
-    """
-    return pick_backend("auto", tensor)
 
 
 # Logits of one chunk on a GPU: 1 GiB in fp32. With fewer tokens the matrix products are small, and
@@ -166,25 +153,3 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += (a @ b).to(total.dtype)
-
-
-def _liger(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    if not x_TD.is_cuda or find_spec("liger_kernel") is None:
-        raise ValueError("backend='liger' needs CUDA tensors and the package liger-kernel")
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
-        x_TD,
-        weight_VD,
-        labels_T,
-        None,  # bias
-        None,  # class weights
-        IGNORED,
-        0.0,  # z-loss
-        0.0,  # label smoothing
-        "sum",
-        None,  # softcap
-        False,  # return the z-loss
-        torch.float32,  # accumulate the weight's gradient in
-    )
-    return loss

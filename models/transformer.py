@@ -24,7 +24,7 @@ from models.attention import KVCache
 from models.config import ModelConfig
 from models.documents import Documents
 from models.execution import Checkpointing, mark_dynamic, run_checkpointed, selective_attention
-from models.loss import linear_cross_entropy, loss_backend
+from models.loss import linear_cross_entropy
 from models.norm import RMSNorm
 from models.rope import Rotation
 from moe.layer import MoE, MoEConfig, SharedExpert
@@ -141,11 +141,6 @@ class Decoder(nn.Module):
         self.compiled = False  # set by compile_blocks
         self.compute_dtype: torch.dtype | None = None
         """Of activations, where it is not that of the weights: a sharding engine casts them."""
-
-    @property
-    def loss_backend(self) -> str:
-        """How the loss is computed where the model is now: "triton" or "reference"."""
-        return loss_backend(self.norm.weight)
 
     def new_cache(
         self, rows: int, capacity: int, device: torch.device | str, dtype: torch.dtype

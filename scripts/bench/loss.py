@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from models.loss import default_chunk, linear_cross_entropy
+from models.loss import IGNORED, default_chunk, linear_cross_entropy
 from scripts.bench.harness import (
     DEVICE,
     Table,
@@ -42,8 +42,33 @@ def gradients(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, backend: str, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
     """Of the mean loss."""
-    loss = linear_cross_entropy(x_TD, weight_VD, labels_T, chunk=chunk, backend=backend)
+    if backend == "liger":
+        loss = liger(x_TD, weight_VD, labels_T)
+    else:
+        loss = linear_cross_entropy(x_TD, weight_VD, labels_T, chunk=chunk, backend=backend)
     return torch.autograd.grad(loss / len(labels_T), (x_TD, weight_VD))
+
+
+def liger(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """Liger-Kernel's fused loss, the peer. It reads a number back to the host in every forward and
+    backward pass, and rounds logits to the dtype of the products."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+        x_TD,
+        weight_VD,
+        labels_T,
+        None,  # bias
+        None,  # class weights
+        IGNORED,
+        0.0,  # z-loss
+        0.0,  # label smoothing
+        "sum",
+        None,  # softcap
+        False,  # return the z-loss
+        torch.float32,  # accumulate the weight's gradient in
+    )
+    return loss
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -157,7 +157,6 @@ def versions() -> dict[str, str]:
         "triton",
         "transformers",
         "numpy",
-        "liger-kernel",
         "flash-attn-4",
     ):
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from models.attention import packed_backend
-from models.loss import loss_backend
+from moe.kernels.common.backend import pick_backend
 from moe.kernels.tiers import pick_for_activation, pick_products
 from parallel.engines.optimizer import Kind
 from training.estimate.flops import counts_first, matmul_weights
@@ -121,7 +121,7 @@ def what_runs(state: RunState) -> Iterator[str]:
     name = getattr(state.config.data.tokenizer, "path", "of the data")
     yield f"tokenizer: {name}, {tokenizer.vocab_size:,} tokens, hash {tokenizer.hash[:12]}"
     dtype = getattr(torch, plan.dtype)
-    loss = loss_backend(torch.empty(0, device=state.device, dtype=dtype))
+    loss = pick_backend("auto", torch.empty(0, device=state.device, dtype=dtype))
     experts = _experts_kernels(state, dtype)
     yield f"kernels: {f'experts {experts}, ' if experts else ''}loss {loss}"
     choices = {getattr(m, "choice", "pytorch") for m in state.model.modules()}
