@@ -17,7 +17,6 @@ from training.config.build import (
     make_plan,
     write_resolved,
 )
-from training.surgery.config import Copies
 
 MODEL = {
     "family": "qwen3_moe",
@@ -471,14 +470,6 @@ def test_resolved_config_loads_again_and_tells_versions(file, tmp_path):
     assert plain["experts"] is None
     assert plain["optim"]["lr"] == 1e-9
     assert plain["model"]["hidden_size"] == 64
-
-
-def test_how_copies_begin_is_spelled_out(file, tmp_path):
-    words = ["experts.events=[{step: 3, kind: retire, expert: 1}]", "experts.copies.noise=0.5"]
-    config = load_config(file, words)
-    write_resolved(config, tmp_path / "resolved.yaml")
-    assert load_config(tmp_path / "resolved.yaml") == config
-    assert config.experts.copies == Copies(kind="copy", noise=0.5)
 
 
 def test_hf_config_gives_fields_and_what_stands_beside_it_wins(file, tmp_path):

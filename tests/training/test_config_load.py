@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from training.config.build import load_config, write_resolved
 from training.config.load import (
     ConfigError,
     apply_overrides,
@@ -12,6 +13,7 @@ from training.config.load import (
     read_yaml,
 )
 from training.config.messages import nearest, unknown_key_message
+from training.surgery.config import Copies
 
 SCALARS = [
     # text, value: what a person means by it (rules of YAML 1.2, and whole numbers written 3e8)
@@ -212,3 +214,11 @@ def test_unknown_key_names_section_value_and_nearest(section, key, expected):
 
 def test_nearest_gives_nothing_rather_than_nonsense():
     assert nearest("qqqqq", ["lr", "steps"]) is None
+
+
+def test_how_copies_begin_is_spelled_out(tiny_config, tmp_path):
+    words = ["experts.events=[{step: 3, kind: retire, expert: 1}]", "experts.copies.noise=0.5"]
+    config = load_config(tiny_config, words)
+    write_resolved(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+    assert config.experts.copies == Copies(kind="copy", noise=0.5)
