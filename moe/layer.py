@@ -21,6 +21,7 @@ from moe.experts import experts
 from moe.importance import importance_sums
 from moe.kernels.common.activations import activation_of, activation_width
 from moe.kernels.common.gating import Gating
+from moe.matrices import Matrices
 from moe.mixed_experts import mixed_experts
 from moe.router import Router
 from moe.routing import Routing
@@ -107,6 +108,17 @@ class MoE(nn.Module):
         # that they are no part of the module and its state.
         self.masks: list[nn.Module] = []
         self.reset_parameters()
+
+    def matrices(self) -> dict[str, Matrices]:
+        """How `w1` and `w2` divide into the matrices of the experts."""
+        turns, widths = activation_width(self.config.activation), self.config.widths
+        if widths is None:
+            return {"w1": Matrices.of(self.w1.shape, turns), "w2": Matrices.of(self.w2.shape)}
+        columns = self.config.hidden_size
+        return {
+            "w1": Matrices(tuple(turns * size for size in widths.sizes), columns, turns),
+            "w2": Matrices(widths.sizes, columns),
+        }
 
     def reset_parameters(self) -> None:
         """Draw all weights from N(0, init_std²); zero the selection bias."""

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from models.config import ModelConfig
 from models.families import FAMILIES
+from moe.settings import OneOf
 from training.config.build import Config, ModelSection
 from training.config.messages import models_in, option_in
 
@@ -159,9 +160,11 @@ def first_sentence(model: type[BaseModel]) -> str:
     return " ".join((model.__doc__ or "").split("\n\n")[0].split())
 
 
-def nested(model: type[BaseModel], place: str) -> Iterator[str]:
+def nested(model: type[BaseModel], place: str, skip: Collection[str] = ()) -> Iterator[str]:
     """What the options of a section hold, below a heading each."""
     for key, field in model.model_fields.items():
+        if key in skip:
+            continue
         here, option, inner = f"{place}.{key}", option_in(field), models_in(field)
         inner = [each for each in inner if each is not ModelConfig]
         if not inner:
@@ -172,13 +175,18 @@ def nested(model: type[BaseModel], place: str) -> Iterator[str]:
             yield from (*table(inner[0], here), "")
         else:
             yield from (f"### {here}", "")
-            for kind, chosen in option.table.items():
-                plain = " (the default kind)" if kind == option.default else ""
-                yield f"- `kind: {kind}`{plain}: {first_sentence(chosen)}"
-            yield ""
-            yield from kinds_table(option.table, here)
+            yield from kinds_of(option, here)
         for each in inner:
             yield from nested(each, here)
+
+
+def kinds_of(option: OneOf, place: str) -> Iterator[str]:
+    """The kinds of an option, and their settings."""
+    for kind, chosen in option.table.items():
+        plain = " (the default kind)" if kind == option.default else ""
+        yield f"- `kind: {kind}`{plain}: {first_sentence(chosen)}"
+    yield ""
+    yield from kinds_table(option.table, place)
 
 
 def kinds_table(kinds: Mapping[str, type[BaseModel]], place: str) -> Iterator[str]:
@@ -200,8 +208,14 @@ def render() -> str:
     """The whole page."""
     lines = [HEAD]
     for name, field in Config.model_fields.items():
-        (section,) = models_in(field)  # one optimizer so far
-        lines += [f"## {name}", "", first_sentence(section), ""]
+        section, *others = models_in(field)
+        lines += [f"## {name}", ""]
+        if (option := option_in(field)) is not None:  # what all kinds have is shown once
+            lines += [*kinds_of(option, name), *nested(section, name)]
+            for other in others:
+                lines += nested(other, name, skip=section.model_fields)
+            continue
+        lines += [first_sentence(section), ""]
         lines += [*table(section, name, skip=("config",) if section is ModelSection else ()), ""]
         if section is ModelSection:
             lines += [

@@ -46,7 +46,7 @@ from training.device import PEAK_FLOPS, peak_flops
 from training.estimate.cost import Machine, layouts, step_cost
 from training.estimate.counts import active_parameters, parameter_counts
 from training.estimate.flops import counts_first, flops_per_token
-from training.estimate.memory import DTYPES, Memory, process_memory
+from training.estimate.memory import Memory, checkpoint_bytes, process_memory
 from training.estimate.speed import basis, step_seconds
 from training.report.units import human_count, human_time
 
@@ -158,7 +158,7 @@ def show_memory(config: Config, plan: Plan, memory: Memory) -> None:
         ("weights", memory.weights, "of two blocks at a time" if plan.sharded else ""),
         ("gradients", memory.gradients, sums),
         ("master weights", memory.masters, "float32, where weights are not"),
-        ("AdamW moments", memory.moments, f"{config.optim.moments}, two"),
+        ("optimizer states", memory.moments, f"{config.optim.moments}, of {config.optim.kind}"),
         ("activations", memory.activations, f"peak, by replay; {compiled}"),
         ("context", memory.context, "CUDA, communication; a fixed guess"),
         ("all", memory.total, ""),
@@ -206,10 +206,10 @@ def show_work(options: argparse.Namespace, config: Config, plan: Plan, total: in
     else:
         rows.append((kind, "?", "no peak is known of a CPU; the run's log lines tell"))
     weights, moments = config.optim.weights, config.optim.moments
-    kept = DTYPES[weights].itemsize + 2 * DTYPES[moments].itemsize
+    kept = checkpoint_bytes(config, plan.dtype)
     exported = 2 * (total + padding(config.model.config))
     rows += [
-        ("checkpoint on disk", gib(kept * total), f"GiB: {weights} weights, {moments} moments"),
+        ("checkpoint on disk", gib(kept), f"GiB: {weights} weights, {moments} states"),
         ("Hugging Face folder", gib(exported), "GiB in bfloat16"),
     ]
     show(title, rows)

@@ -174,6 +174,7 @@ def _engine(config: Config, plan: Plan, model: Decoder, device: torch.device) ->
             weight_decay=optim.weight_decay,
             router_weight_decay=router.weight_decay,
             router_lr_multiplier=router.lr_multiplier,
+            by_matrix=optim.granularity == "matrices",
         ),
         optim,
         Sharding(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Settings that must stay, and the exceptions below them. Which text it is, the data's own state
 # knows by content, so files may move.
-FIXED = ("model", "run.seed", "experts.start")
+FIXED = ("model", "run.seed", "experts.start", "optim.kind")
 FREE = (
     "model.kernels",
     "model.attention",

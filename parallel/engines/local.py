@@ -105,7 +105,8 @@ class _Flat:
                     None if self.copy is None else self.copy[place],
                     self.seed,
                     first=start,
-                    shape=self.group.parameters[name].shape,
+                    matrices=self.group.matrices.get(name),
+                    per_rank=count,
                 )
             )
         return found

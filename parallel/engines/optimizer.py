@@ -9,13 +9,15 @@ Shape letters: P elements of a piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe.matrices import Matrices
 from parallel.engines.rounding import store
 
 DENSE, EXPERT, ROUTER = "dense", "expert", "router"
@@ -32,6 +34,9 @@ class Group:
     lr_multiplier: float = 1.0
     weight_decay: float = 0.0
     kind: Kind = DENSE
+    matrices: Mapping[str, Matrices] = field(default_factory=dict)
+    """Of the weights inside of layers that multiply activations: how each divides into matrices.
+    Embeddings, the output matrix, routers, norms and biases are not in it."""
 
     @property
     def count(self) -> int:
@@ -60,10 +65,6 @@ class Scalars(NamedTuple):
     """1; or 0: the step is skipped, and every weight and state must keep its bits."""
 
 
-def _unchanged(flat: Tensor) -> Tensor:
-    return flat
-
-
 @dataclass
 class Piece:
     """Elements of one group that are updated together, flat: of one parameter or of several, whole
@@ -80,21 +81,16 @@ class Piece:
     seed: int = 0
     first: int = 0
     """Of the random bits: of the buffer, and the place of the first element in it."""
-    shape: Sequence[int] = field(default_factory=tuple)
-    """granularity="matrices": [..., rows, columns] of the whole parameter, whose first element here
-    is `start`."""
     start: int = 0
-    gather: Callable[[Tensor], Tensor] = _unchanged
-    """granularity="matrices": a flat tensor of the whole parameter from one of this process's part;
-    all processes call it alike."""
-
-    def whole(self, part_P: Tensor) -> Tensor:
-        """The matrices that this is a part of, in their shape."""
-        return self.gather(part_P).view(*self.shape)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """This process's elements of whole matrices, [P]."""
-        return whole.reshape(-1)[self.start : self.start + self.weight.numel()]
+    """First element in the parameter, of a piece of one."""
+    matrices: Matrices | None = None
+    """granularity="matrices": those of the whole parameter, of which each rank of `ranks` holds
+    `per_rank` elements, one part behind the other, and the last ones perhaps fewer."""
+    per_rank: int = 0
+    ranks: dist.ProcessGroup | None = None
+    """None: one process holds all."""
+    device: torch.device | None = None
+    """Where matrices are computed and travel, if not where the piece is."""
 
     def store(self, scalars: Scalars, weight_P: Tensor, **states_P: Tensor) -> None:
         """Set weight and states, unless the step is skipped; bfloat16 is rounded at random."""
@@ -105,12 +101,37 @@ class Piece:
             self.copy.copy_(self.weight)
 
 
+def store_all(
+    pieces: Sequence[Piece],
+    scalars: Scalars,
+    weights: Sequence[Tensor],
+    **states: Sequence[Tensor],
+) -> None:
+    """`Piece.store` of several pieces on one device, with few launches where all is float32."""
+    targets = [piece.weight for piece in pieces]
+    values = list(weights)
+    for name, these in states.items():
+        targets += [piece.states[name] for piece in pieces]
+        values += these
+    if any(target.dtype == torch.bfloat16 for target in targets):
+        for number, piece in enumerate(pieces):
+            own = {name: these[number] for name, these in states.items()}
+            piece.store(scalars, weights[number], **own)
+        return
+    kept = [torch.where(scalars.keep > 0, *pair) for pair in zip(values, targets)]
+    torch._foreach_copy_(targets, kept)
+    copied = [piece for piece in pieces if piece.copy is not None]
+    if copied:
+        torch._foreach_copy_([p.copy for p in copied], [p.weight for p in copied])
+
+
 class Optimizer(Protocol):
     """The settings of an optimizer, which are also its rule."""
 
     granularity: Literal["elements", "matrices"]
     """elements: every element is updated by itself, so a piece may be any part of a group.
-    matrices: each piece is of one parameter, whose whole matrices `Piece.whole` gives."""
+    matrices: each piece is of one parameter; `parallel.engines.matrices.on_matrices` computes
+    with its whole matrices."""
     clip_norm: float | None
     weights: str
     """bfloat16: one process updates the weights of a bfloat16 model themselves, not a copy."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 from zlib import crc32
 
@@ -26,7 +25,7 @@ from parallel.expert_parallel import Exchanging, ExpertRange, split_experts
 from parallel.flat_shard import FlatShard
 from parallel.mesh import Mesh
 from parallel.offload import Offload
-from parallel.world import ParallelError, all_gather_single, fingerprint
+from parallel.world import ParallelError, fingerprint
 
 # The groups of a mesh that a kind of parameter is sharded over, and that hold the same shard.
 SHARD_GROUP = {DENSE: "shard", EXPERT: "expert_shard"}
@@ -171,15 +170,21 @@ class ShardedEngine(Engine):
             per_rank: elements of every rank's part but the last ones'.
         """
         place = self.places[name]
+        matrices = self.groups[place.group].matrices.get(place.name)
+        ranks = None if place.kind == ROUTER else self.mesh.group(SHARD_GROUP[place.kind])
+        if ranks is not None and dist.get_world_size(ranks) == 1:
+            ranks = None
         self.pieces[name] = Piece(
             weight,
             weight.new_empty(0),  # before the first step
             states,
             seed=buffer_seed(self._seed, crc32(place.name.encode())),
             first=place.start + start,
-            shape=(-1, *place.shape[1:]),
             start=start,
-            gather=partial(self._gather, name, per_rank),
+            matrices=None if matrices is None else matrices.within(place.start, place.count),
+            per_rank=per_rank,
+            ranks=ranks,
+            device=self.device,
         )
 
     def hold_routers(self, routers: dict[str, nn.Parameter]) -> None:
@@ -193,18 +198,6 @@ class ShardedEngine(Engine):
             states = self.new_states(self.places[name].group, weight)
             self.hold(name, weight, states, 0, router.numel())
             self.pieces[name].gradient = grad
-
-    def _gather(self, name: str, per_rank: int, part: Tensor) -> Tensor:
-        """A whole parameter of the split model from its parts, where these are."""
-        place = self.places[name]
-        group = None if place.kind == ROUTER else self.mesh.group(SHARD_GROUP[place.kind])
-        if group is None or dist.get_world_size(group) == 1:
-            return part
-        padded = torch.zeros(per_rank, dtype=part.dtype, device=self.device)
-        padded[: part.numel()] = part
-        whole = padded.new_empty(per_rank * dist.get_world_size(group))
-        all_gather_single(whole, padded, group=group)
-        return whole[: place.count].to(part.device)
 
     # --- a step -----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel.engines.matrices import on_matrices
 from parallel.mesh import Mesh, build_mesh, plan_mesh
 from tests import ideas
 from tests.distributed import tiny
@@ -25,19 +26,19 @@ class Normalised(OptimConfig):
     kind: Literal["normalised"] = "normalised"
 
     def of(self, group):
-        matrices = all(len(parameter.shape) > 1 for parameter in group.parameters.values())
-        return self if matrices and group.kind != "router" else AdamW()
+        return self if group.matrices.keys() == group.parameters.keys() else AdamW()
 
     def states(self, group):
         return {"momentum": self.state_dtype(group)}
 
     def update(self, group, pieces, scalars):
-        for piece in pieces:
-            momentum = 0.9 * piece.states["momentum"] + piece.gradient / scalars.divisor
-            whole = piece.whole(momentum)
-            whole = whole / (whole.norm(dim=(-2, -1), keepdim=True) + 1e-12)
-            weight = piece.weight - scalars.lr * piece.part(whole)
-            piece.store(scalars, weight, momentum=momentum)
+        momenta = [0.9 * p.states["momentum"] + p.gradient / scalars.divisor for p in pieces]
+        for piece, momentum, step in zip(pieces, momenta, on_matrices(pieces, momenta, _unit)):
+            piece.store(scalars, piece.weight - scalars.lr * step, momentum=momentum)
+
+
+def _unit(x_BMN):
+    return x_BMN / (x_BMN.norm(dim=(-2, -1), keepdim=True) + 1e-12)
 
 
 RULES = {
@@ -55,7 +56,9 @@ def _engine(name: str, rule: Any, config, world: int):
         expert = 2 if name == "nodes" else 1
         mesh = build_mesh(plan_mesh(world, expert, expert, num_experts=8), CPU, timeout_s=100)
     kind = "local" if name == "local" else "fsdp2"
-    return tiny.engine_of(kind, tiny.build(config), mesh, optimizer=rule)
+    model = tiny.build(config)
+    groups = tiny.groups_of(model, by_matrix=rule.granularity == "matrices")
+    return tiny.engine_of(kind, model, mesh, groups, rule)
 
 
 def _trained(name: str, rule: Any, stop_at: int | None = None) -> tuple[Any, list[dict]]:

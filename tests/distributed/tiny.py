@@ -52,9 +52,13 @@ def build(config: ModelConfig, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
-def groups_of(model: nn.Module) -> list:
+def groups_of(model: nn.Module, by_matrix: bool = False) -> list:
     return parameter_groups(
-        model, parameter_kinds(model), weight_decay=0.1, router_lr_multiplier=0.5
+        model,
+        parameter_kinds(model),
+        weight_decay=0.1,
+        router_lr_multiplier=0.5,
+        by_matrix=by_matrix,
     )
 
 
@@ -171,7 +175,7 @@ def train_engine(
 def revived(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     """All tensors after two experts were replaced, with moments that differ everywhere."""
     for name, value in optimizer.tensors().items():
-        if name.startswith(("exp_avg/", "exp_avg_sq/")):
+        if not name.startswith(("weights/", "guard/", "updates")):
             local = local_of(value)
             first = value.start if isinstance(value, FlatShard) else 0
             local.copy_((torch.arange(first, first + local.numel()) % 8191 + 1.0) / 8191)

@@ -13,11 +13,12 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from models.documents import Documents
 from models.execution import compile_blocks
+from parallel.engines.local import LocalEngine
 from tests.engines import local_engine
 from training.config.build import load_config, make_plan
 from training.device import PEAK_FLOPS
 from training.estimate.counts import active_parameters, parameter_counts
-from training.estimate.memory import activation_bytes, process_memory
+from training.estimate.memory import activation_bytes, checkpoint_bytes, process_memory
 from training.estimate.replay import Allocations, replay
 from training.estimate.speed import BANDWIDTH, step_seconds
 from training.optim.groups import parameter_groups
@@ -98,6 +99,21 @@ def test_states_are_the_optimizers_buffers(tmp_path, dtype, narrow, monkeypatch)
     assert memory.masters == masters
     assert memory.gradients == optimizer.gradient.nbytes
     assert memory.context == 0
+
+
+def test_states_of_muon_are_one_for_a_matrix_and_two_for_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
+    config = load_config(write(tmp_path), ["optim.kind=muon"])
+    memory = process_memory(config, make_plan(config, cuda=False))
+    model = build_model(SMALL)
+    groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1, by_matrix=True)
+    engine = LocalEngine(model, groups, config.optim, num_terms=1)
+    states = [value for name, value in engine.parts().items() if not name.startswith("weights/")]
+    held = {flat.group.name: sum(s.nbytes for s in flat.states.values()) for flat in engine.flats}
+    assert memory.moments == sum(held.values())
+    assert checkpoint_bytes(config, "float32") == sum(
+        value.nbytes for value in [*states, *(p.detach() for p in model.parameters())]
+    )
 
 
 def test_states_of_several_processes_are_those_of_the_engine(tmp_path, monkeypatch):

@@ -41,6 +41,11 @@ COMBINATIONS = {
         "train.dtype=bfloat16", "optim.storage.moments=bfloat16", "train.checkpointing=full",
         "train.micro_batch_size=4",
     ],
+    "muon": ["optim.kind=muon"],
+    "muon, bfloat16 states": [
+        "optim.kind=muon", "train.dtype=bfloat16", "optim.storage.weights=bfloat16",
+        "optim.storage.moments=bfloat16", "train.micro_batch_size=4",
+    ],
     "revived, average": [
         "experts.policy.kind=revive", "experts.policy.after=1",
         "model.init.router=5", "model.init.embedding=0.02",

@@ -12,6 +12,7 @@ from torch import nn
 from parallel.engines.local import LocalEngine
 from parallel.engines.optimizer import Group
 from tests.engines import local_engine
+from training.optim.adamw import AdamW
 from training.optim.groups import DECAYED, group_table, parameter_groups
 
 NARROW = {"storage": {"weights": "bfloat16", "moments": "bfloat16"}}
@@ -146,7 +147,7 @@ def test_table_accounts_for_every_element():
     model = Model()
     rows = group_table(
         parameter_groups(model, kinds(model), weight_decay=0.1, router_lr_multiplier=0.5),
-        lr=2.0,
+        optim=AdamW(lr=2.0),
         placement=lambda group: f"where {group} lies",
     )
     assert sum(row["parameters"] for row in rows) == sum(p.numel() for p in model.parameters())

@@ -343,6 +343,8 @@ def test_settings_that_may_and_may_not_change(run, whole, tmp_path, capsys):
     assert run("run.name=changed", "model.hidden_size=32", "run.seed=7") == 2
     error = capsys.readouterr().err
     assert "run.seed: 0 → 7; model.hidden_size: 16 → 32" in error and error.count("\n") == 1
+    assert run("run.name=changed", "optim.kind=muon") == 2
+    assert "optim.kind: 'adamw' → 'muon'" in capsys.readouterr().err
     assert run("run.name=changed", "data.packing=false") == 2
     assert "data.packing=False, but the checkpoint was made with True" in capsys.readouterr().err
     assert run("run.name=changed", "run.resume=never") == 2

@@ -26,6 +26,7 @@ from training.config.load import ConfigError, PathText, expand_home
 from training.config.messages import first_line, shown
 from training.data.config import DataConfig
 from training.optim.adamw import AdamW
+from training.optim.muon import Muon
 from training.surgery.config import ExpertsConfig
 
 
@@ -304,7 +305,7 @@ class LogConfig(Settings):
     """Draw plots/*.png at validations and at the end."""
 
 
-OPTIMIZERS: dict[str, type[Settings]] = {"adamw": AdamW}
+OPTIMIZERS: dict[str, type[Settings]] = {"adamw": AdamW, "muon": Muon}
 
 
 class Config(Settings):

@@ -118,7 +118,8 @@ def _foreign_bytes(config: Config, plan: Plan) -> int:
 def _whole(config: Config, plan: Plan) -> dict[str, int]:
     """One process: parallel/engines/local.py's flat buffers."""
     found = dict.fromkeys(("weights", "gradients", "masters", "moments"), 0)
-    for group in _groups(build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")):
+    model = build_model(config.model.config, dtype=DTYPES[plan.dtype], device="meta")
+    for group in _groups(model, config):
         narrow = group.dtype != torch.float32
         size = sum(-(-p.numel() // ALIGN) * ALIGN for p in group.parameters.values())
         found["weights"] += group.dtype.itemsize * size
@@ -128,13 +129,24 @@ def _whole(config: Config, plan: Plan) -> dict[str, int]:
     return found
 
 
-def _groups(model: Decoder) -> list[Group]:
-    return parameter_groups(model, parameter_kinds(model), weight_decay=0.0)
+def _groups(model: Decoder, config: Config) -> list[Group]:
+    by_matrix = config.optim.granularity == "matrices"
+    return parameter_groups(model, parameter_kinds(model), weight_decay=0.0, by_matrix=by_matrix)
 
 
 def _state_bytes(config: Config, group: Group) -> int:
     """Of the optimizer's states of one weight."""
     return sum(dtype.itemsize for dtype in config.optim.of(group).states(group).values())
+
+
+def checkpoint_bytes(config: Config, dtype: str) -> int:
+    """Weights and the optimizer's states, as a checkpoint holds them."""
+    model, found = build_model(config.model.config, dtype=DTYPES[dtype], device="meta"), 0
+    for group in _groups(model, config):
+        narrow = group.dtype != torch.float32
+        weight = DTYPES[config.optim.weights].itemsize if narrow else 4
+        found += group.count * (weight + _state_bytes(config, group))
+    return found
 
 
 def _sharded(config: Config, plan: Plan) -> dict[str, int]:
@@ -147,7 +159,8 @@ def _sharded(config: Config, plan: Plan) -> dict[str, int]:
     model, mesh = build_model(config.model.config, device="meta"), plan.mesh
     kinds = parameter_kinds(model)
     kept = held(parameter_counts(config.model.config), mesh)
-    states = sum(_state_bytes(config, g) * held({g.kind: g.count}, mesh) for g in _groups(model))
+    groups = _groups(model, config)
+    states = sum(_state_bytes(config, g) * held({g.kind: g.count}, mesh) for g in groups)
     blocks: dict[str, int] = {}  # elements of a block as this process computes with them
     for name, parameter in model.named_parameters():
         if kinds[name] == "router":

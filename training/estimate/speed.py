@@ -11,10 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from models.build import build_model, parameter_kinds
 from training.assemble import DTYPES
 from training.device import PEAK_FLOPS
 from training.estimate.counts import held, parameter_counts
 from training.estimate.flops import counts_first, mean_widths
+from training.optim.groups import parameter_groups
+from training.optim.newton_schulz import flops
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -58,6 +61,7 @@ class Experts:
 EXPERTS = {"hopper": Experts(710e12, 600e12, 575e12), "triton": Experts(555e12, 430e12, 380e12)}
 DENSE = 690e12  # projections, output matrix
 ATTENTION = (230e12, 200e12)  # variable-length flash, forward and backward
+ORTHOGONALISED = 0.5 * DENSE  # not measured: batches of small square products
 MEMORY = 3.4e12  # bytes/s of AdamW and of what is pointwise
 GATHER = 4.3e12  # of the combine and of the gradient's norm
 CROSS_ENTROPY = 2.5e12
@@ -108,6 +112,8 @@ def step_seconds(
         parts["norms and rotations"] += plan.accumulation * forward["norms and rotations"]
     parts["output matrix and loss"] = plan.accumulation * head
     parts |= _update(config, plan)
+    if config.optim.granularity == "matrices":
+        parts["orthogonalisation"] = _orthogonalisation(config, plan)
     scale = {"norms and rotations": wider, "combine": wider, "AdamW": wider, "gradients": wider}
     parts = {name: REST * value / scale.get(name, faster) for name, value in parts.items()}
     launches = HOST * plan.accumulation * config.model.config.num_hidden_layers
@@ -179,3 +185,17 @@ def _update(config: Config, plan: Plan) -> dict[str, float]:
         "gradients": count * (added / MEMORY + gradient / GATHER),
         "AdamW": count * (gradient + 2 * master + copy + 4 * moment) / MEMORY,
     }
+
+
+def _orthogonalisation(config: Config, plan: Plan) -> float:
+    """Seconds of Muon's iterations. Experts are computed where they are, dense matrices are shared
+    among the ranks of a node."""
+    model = build_model(config.model.config, device="meta")
+    work: dict[str, int] = {}
+    kinds = parameter_kinds(model)
+    for group in parameter_groups(model, kinds, weight_decay=0.0, by_matrix=True):
+        for name, (rows, columns, turns) in group.matrices.items():
+            each = [turns * flops(size // turns, columns) for size in rows]
+            work[kinds[name]] = work.get(kinds[name], 0) + sum(each)
+    mine = held(work, plan.mesh) if plan.engine else sum(work.values())
+    return mine / ORTHOGONALISED

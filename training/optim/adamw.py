@@ -237,7 +237,7 @@ def rates_numbers(
 
 
 class AdamW(OptimConfig):
-    """The optimizer of this file."""
+    """AdamW (arXiv 1711.05101) for every parameter."""
 
     kind: Literal["adamw"] = "adamw"
     """Which optimizer."""

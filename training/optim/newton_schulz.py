@@ -59,6 +59,12 @@ def orthogonalised(x_BMN: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.mT if tall else x
 
 
+def flops(rows: int, columns: int) -> int:
+    """Floating-point operations of one matrix."""
+    short, long = sorted((rows, columns))
+    return STEPS * (4 * short * short * long + 2 * short**3)
+
+
 def update_scale(rows: int, columns: int) -> float:
     """Factor that gives an orthogonalised update the root mean square of AdamW's, about 0.2, so
     that its learning rate and weight decay carry over (Moonlight, arXiv 2502.16982)."""

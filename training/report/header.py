@@ -66,7 +66,7 @@ def log_run_header(state: RunState) -> None:
     optim = config.optim
     if "bfloat16" in (optim.weights, optim.moments):
         log.say(
-            f"AdamW: weights in {optim.weights}, moments in {optim.moments}, bfloat16 by "
+            f"{optim.kind}: weights in {optim.weights}, moments in {optim.moments}, bfloat16 by "
             "stochastic rounding (routers: float32)"
         )
     wanted = optim.schedule.warmup_steps
@@ -98,7 +98,7 @@ def log_run_header(state: RunState) -> None:
     def placement(kind: Kind) -> str:
         return plan.mesh.placed(kind) if plan.sharded else str(state.device)
 
-    log.table("parameters", group_table(state.train.optimizer.groups, config.optim.lr, placement))
+    log.table("parameters", group_table(state.train.optimizer.groups, config.optim, placement))
     step = state.step
     text = f"attempt {run.attempt}: "
     text += f"resuming from {run.checkpoint}" if run.checkpoint else "starting"
