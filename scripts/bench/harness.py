@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,40 @@ def device_events(run: Run, repeats: int = 1) -> list[tuple[float, float, str]]:
         if event.device_type == torch.autograd.DeviceType.CUDA and "Synchronize" not in event.name
     )
     return events[len(events) * (repeats - 1) // repeats :]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the profiler saw of a call on a GPU."""
+
+    kernels: int
+    """Kernels, copies and fills."""
+    busy_ms: float
+    """In which the device did one of them."""
+    gaps_ms: float
+    """Between the first and the last of them without any."""
+    waits: int
+    """Times that the host waited for a stream or an event."""
+    waited_ms: float
+
+
+def recorded(run: Run) -> Recorded:
+    """One call by the profiler; it slows the host, so gaps and waits are longer than without."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        wait()
+    spans, waits = [], []
+    for event in profile.events():
+        span = (event.time_range.start, event.time_range.end)
+        if event.name in ("cudaStreamSynchronize", "cudaEventSynchronize"):
+            waits.append(span)
+        elif (
+            event.device_type == torch.autograd.DeviceType.CUDA and "Synchronize" not in event.name
+        ):
+            spans.append(span)
+    busy = covered(spans) / 1e3
+    length = (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e3
+    return Recorded(len(spans), busy, length - busy, len(waits), covered(waits) / 1e3)
 
 
 def covered(spans: Iterable[Span]) -> float:

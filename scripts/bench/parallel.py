@@ -4,6 +4,7 @@
     python scripts/bench/parallel.py layer --nproc 4                  CUDA: one rank per GPU
     python scripts/bench/parallel.py layer --nproc 4 --cpu
     python scripts/bench/parallel.py engine --nproc 4 configs/x.yaml parallel.expert=4
+    python scripts/bench/parallel.py rank --ranks 1,8 configs/olmoe_1b_7b.yaml
 
 layer: one MoE layer, forward and backward, in every mode of travelling. Beside the time of a mode:
 that of the same layer when rows arrive at once ("free": the sizes and ids still travel), and that
@@ -17,6 +18,14 @@ engine and step: tokens per second, peak memory, losses (those of --nproc 1 with
 train.global_batch_size are of the same rows). --exposed also times steps whose rows arrive at once,
 and says what share of the exchange is hidden in the whole step. --routing balanced forces all
 experts to the same load. --small takes the narrow model of scripts/verify.py.
+
+rank: whole steps of one rank of each of --ranks on one GPU, without the others (fake_ranks.py):
+what the host and the device of a rank do, links left out. All experts have the same load, or this
+rank's --skew times as much, which all_gather with its fixed sizes leaves out. For each row: the
+step, how long the host took to queue it, how long the device was busy, and their quotient, which
+is 1 where the device never waits for the host; kernels, gaps between them, times that the host
+waited for the device, peak memory. On a CPU the host's time alone. --ranks 1 is the same model
+unsharded.
 """
 
 from __future__ import annotations
@@ -48,8 +57,7 @@ from parallel.expert_parallel import (
 from parallel.mesh import build_mesh, plan_mesh
 from parallel.processes import run_processes
 from parallel.world import joined
-from scripts import verify
-from scripts._command import bounded, command
+from scripts._command import bounded, command, listed
 from scripts.bench.harness import (
     DEVICE,
     Table,
@@ -61,6 +69,7 @@ from scripts.bench.harness import (
     mark,
     wait,
 )
+from scripts.bench.ranks import narrow, show_ranks
 from scripts.bench.train import TEXT, balance, one_step, text_batches
 from training.assemble import make_train_state, model_config
 from training.config.build import Config, Plan, load_config, make_plan
@@ -393,24 +402,38 @@ def _exposed(state, train, given, times: list[float], seconds: float, plan: Plan
 def main(arguments: list[str] | None = None) -> int:
     parser = bench_parser(__doc__, "bench_parallel")
     add, at_least_1 = parser.add_argument, bounded(least=1)
-    add("what", choices=("layer", "engine"))
-    add("config", type=expand_home, nargs="?", help="engine: YAML file")
-    add("overrides", nargs="*", metavar="section.key=value", help="engine: settings")
-    add("--nproc", type=at_least_1, required=True, help="number of processes")
+    add("what", choices=("layer", "engine", "rank"))
+    add("config", type=expand_home, nargs="?", help="engine, rank: YAML file")
+    add("overrides", nargs="*", metavar="section.key=value", help="engine, rank: settings")
+    add("--nproc", type=at_least_1, help="layer, engine: number of processes")
     add("--cpu", action="store_true")
     add("--repeats", type=at_least_1, default=10, help="passes or steps to time (default 10)")
     add("--timeout", type=float, default=600.0, help="seconds before a hang is reported")
     layer = parser.add_argument_group("layer")
     layer.add_argument("--nodes", type=int, help="virtual nodes = expert ranks (default: all)")
     layer.add_argument("--tokens", type=int, help="tokens per rank")
-    layer.add_argument("--modes", help="only those whose name matches this expression")
+    add("--modes", help="layer, rank: only those whose name matches this expression")
     layer.add_argument("--traces", type=expand_home, help="folder for the profiler's timelines")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--routing", default="real", choices=("real", "balanced"))
     engine.add_argument("--exposed", action="store_true", help="the share that is hidden")
-    engine.add_argument("--small", action="store_true", help="narrow model")
+    add("--small", action="store_true", help="engine, rank: narrow model")
+    rank = parser.add_argument_group("rank")
+    counts = listed(at_least_1)
+    rank.add_argument("--ranks", type=counts, default=[1, 2, 8, 64], help="default 1,2,8,64")
+    rank.add_argument("--expert", type=counts, default=[2, 8], help="default 2,8")
+    rank.add_argument(
+        "--engines", type=lambda text: text.split(","), default=["fsdp2", "deepspeed"],
+        help="default fsdp2,deepspeed",
+    )  # fmt: skip
+    rank.add_argument("--skew", type=counts, default=[1, 2], help="loads of this rank; default 1,2")
+    rank.add_argument("--micro-batches", type=at_least_1, default=1, help="per step (default 1)")
     given = parser.parse_intermixed_args(arguments)
     given.command, given.failed, given.written = arguments or sys.argv[1:], 0, {}
+    if given.what == "rank":
+        return show_ranks(given)
+    if given.nproc is None:
+        parser.error(f"{given.what} needs --nproc, the number of processes")
     if given.modes is not None and not any(re.search(given.modes, name) for name in MODES):
         parser.error(f"--modes={given.modes!r} finds none of {', '.join(MODES)}")
     device_type = "cpu" if given.cpu else DEVICE.type
@@ -420,10 +443,7 @@ def main(arguments: list[str] | None = None) -> int:
         columns = ENGINE
         config = load_config(given.config, [*TEXT, "data.workers=0", *given.overrides])
         if given.small:
-            config = verify.shrunk(config)
-            small = config.model.config.model_copy(update={"vocab_size": 4096})
-            model = config.model.model_copy(update={"config": small})
-            config = config.model_copy(update={"model": model})
+            config = narrow(config)
         plan = make_plan(config, given.nproc, cuda=device_type == "cuda")
         print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
         if given.exposed and plan.mesh.expert == 1:
