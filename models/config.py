@@ -36,6 +36,9 @@ FAMILIES: dict[str, type[ModelConfig]] = {}
 
 OWN_FIELDS = ("moe_expert_widths",)
 """Fields that no family has in transformers: what they say is exact in the exported weights."""
+KEPT_FACTOR = "moe_routed_scaling_factor"
+"""Key of a checkpoint's config.json for the gates' factor in families that have none: an exported
+folder has it in the weights, and a foreign `routed_scaling_factor` is no key that they read."""
 
 Names = dict[str, str | tuple[str, str]]
 
@@ -124,6 +127,9 @@ class ModelConfig(Settings):
     """Experts that each token uses (K)."""
     norm_topk_prob: bool
     """Divide the K gates of a token by their sum (always true for mixtral)."""
+    routed_scaling_factor: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Multiplies the gates after that. Exact in any export: in families without this key the down
+    projections of the experts are multiplied instead (docs/routing.md has how to choose it)."""
 
     bos_token_id: Count | None = None
     """Begin-of-text token, if the tokenizer has one."""
@@ -159,6 +165,8 @@ class ModelConfig(Settings):
     """How the family's routers make scores of logits."""
     has_selection_bias: ClassVar[bool] = False
     """Whether the family adds a bias to the scores for the selection of experts."""
+    has_scaling_factor: ClassVar[bool] = False
+    """Whether the family's config.json has `routed_scaling_factor`."""
     expert_width_field: ClassVar[str] = "intermediate_size"
     """The field that is the width of an expert."""
     layer_prefix: ClassVar[str] = "model.layers.{}."
@@ -282,6 +290,12 @@ class ModelConfig(Settings):
     # ------------------------------------------------------- what the fields mean together
 
     @property
+    def folded_factor(self) -> float:
+        """What an exported folder has in the experts' down projections: the gates' factor, where
+        the family's config.json has no key for it."""
+        return 1.0 if self.has_scaling_factor else self.routed_scaling_factor
+
+    @property
     def expert_size(self) -> int:
         """Width of one routed expert, of the widest where they differ."""
         return getattr(self, self.expert_width_field)
@@ -333,6 +347,7 @@ class ModelConfig(Settings):
             "groups_kept": groups_kept,
             "activation": self.activation,
             "init_std": self.initializer_range,
+            "route_scale": self.routed_scaling_factor,
             **self.moe_fields(),
         }
         return MoEConfig(**{**fields, **options})
@@ -424,6 +439,9 @@ class ModelConfig(Settings):
         skip = {"family", "num_experts", *OWN_FIELDS, *self.hf_omitted}
         out |= {key: getattr(self, key) for key in type(self).model_fields if key not in skip}
         out |= {key: getattr(self, key) for key in OWN_FIELDS if getattr(self, key) is not None}
+        if not self.has_scaling_factor:
+            factor = out.pop("routed_scaling_factor")
+            out |= {KEPT_FACTOR: factor} if factor != 1 else {}
         out |= dict.fromkeys(self.hf_expert_counts, self.num_experts)
         out |= self.hf_constants()
         rope = dict(self.rope_scaling or {"rope_type": "default"})

@@ -19,6 +19,7 @@ from models.build import (
     start_routers,
 )
 from models.execution import apply_checkpointing, compile_blocks
+from models.first_weights import FirstWeights
 from moe.control import routers_of
 from parallel import World
 from parallel.engines.choose import make_engine
@@ -201,7 +202,7 @@ def _first_weights(config: Config, state: TrainState) -> None:
     # The model's own experts are split by now, and have other names.
     kinds = parameter_kinds(build_model(model.config, device="meta"))
     shapes = engine.shapes()
-    seed, first = config.run.seed, config.model.init
+    seed, first = config.run.seed, config.model.init or FirstWeights()
 
     def values(name: str, experts: range | None) -> Tensor:
         kind, shape = kinds[name], shapes[name]

@@ -41,8 +41,6 @@ class Glm4Moe(ModelConfig):
     """Groups of experts for group-limited selection."""
     topk_group: Positive = 1
     """Groups that a token may choose from."""
-    routed_scaling_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Multiplies the gates after normalisation."""
 
     hf_class = "Glm4MoeForCausalLM"
     defaults = {
@@ -63,6 +61,7 @@ class Glm4Moe(ModelConfig):
     can_tie = False
     router_score = "sigmoid"
     has_selection_bias = True
+    has_scaling_factor = True
     expert_width_field = "moe_intermediate_size"
     tensor_names = TENSOR_NAMES | OWN_NAMES
     fused_names = FUSED_NAMES | OWN_NAMES
@@ -75,7 +74,6 @@ class Glm4Moe(ModelConfig):
 
     def moe_fields(self) -> dict[str, Any]:
         return {
-            "route_scale": self.routed_scaling_factor,
             "shared_expert_size": self.expert_size * self.n_shared_experts,
         }
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from models.errors import brief
+from models.gate_factor import is_folded
 from models.generate import generate
 from models.hf.writing import DTYPES, SavedTokenizer
 from models.transformer import Decoder
@@ -50,8 +51,10 @@ class Receipt:
 @torch.no_grad()
 def round_weights(model: Decoder, dtype: str) -> None:
     """Round the parameters to what a folder of this dtype holds, in place; dtypes stay."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(DTYPES[dtype]))
+    for name, parameter in model.named_parameters():
+        factor = model.config.folded_factor if is_folded(name) else 1.0
+        rounded = (parameter * factor).to(DTYPES[dtype])
+        parameter.copy_(rounded.to(parameter.dtype) / factor)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from models.config import FAMILIES, ModelConfig
+from models.config import FAMILIES, KEPT_FACTOR, ModelConfig
 from models.errors import UserError
 from models.rope import normal_rope_scaling
 
@@ -135,7 +135,12 @@ def fields_from_hf(
     for key, value in raw.items():
         if key in _EXPERT_COUNT_KEYS or key in _ROPE_KEYS or key in _CHECKED:
             continue  # _one_of, _rope_fields and _refuse_unsupported read them
-        if key in family.model_fields and key != "family":
+        if key == KEPT_FACTOR:
+            fields["routed_scaling_factor"] = value
+        elif key == "routed_scaling_factor" and not family.has_scaling_factor:
+            if not _changes_nothing(key, value, family):
+                unknown.append(key)
+        elif key in family.model_fields and key != "family":
             fields[key] = value
         elif key not in _BOOKKEEPING and not _changes_nothing(key, value, family):
             unknown.append(key)

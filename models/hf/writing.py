@@ -24,6 +24,7 @@ from torch import Tensor
 from models.build import meta_tensors
 from models.config import ModelConfig
 from models.errors import UserError
+from models.gate_factor import with_folded_factor
 from models.hf.files import INDEX, MODEL_FILES, list_problems
 from models.hf.names import Entry, entries
 from models.slots import without_free_slots
@@ -108,7 +109,7 @@ def export_hf(
         raise ValueError("export_hf: a mapping of tensors needs config=")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
-    config, source = without_free_slots(config, source)
+    config, source = with_folded_factor(*without_free_slots(config, source))
     if tokenizer is not None:
         check_vocabulary(tokenizer, config)
     limit = _parse_size(max_shard_size)

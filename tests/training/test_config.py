@@ -175,7 +175,7 @@ MISTAKES = [
     ("router.bias=quantile", "router.bias='quantile' must be auto or a mapping: {kind: quantile"),
     ("router.balance.kind=sequence router.balance.load=flops", "one of kind global, lagged, micro"),
     ("eval.sample=Hello", "eval.sample='Hello' must be null or a mapping of its keys: prompt, "),
-    ("optim.kind=adam", "optim.kind='adam' is unknown; allowed: adamw; did you mean adamw?"),
+    ("optim.kind=adam", "optim.kind='adam' is unknown; allowed: adamw, muon; did you mean adamw?"),
     ("router.bias_update=sign", "unknown key router.bias_update='sign'; did you mean router.bias?"),
     ("model.top_k=2", "did you mean model.num_experts_per_tok?"),
     (

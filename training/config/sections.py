@@ -82,8 +82,8 @@ class ModelSection(Settings):
     """What an expert layer keeps for its backward pass: its pre-activations (h), a float8 copy of
     them (fp8_h: half the memory, gradients 3 to 4 % off, bfloat16 only), or only its input (x),
     which is least memory and one more matrix product."""
-    init: FirstWeights = Field(default_factory=FirstWeights)
-    """How the weights of a new model are drawn."""
+    init: FirstWeights | None = None
+    """How the weights of a new model are drawn; `null`: as the fields' defaults below say."""
     config: SerializeAsAny[ModelConfig] = Field(repr=False)
     """The architecture, resolved from the remaining keys, `hf_config` and `init_from`."""
 
