@@ -186,6 +186,10 @@ class ModelConfig(Settings):
         """Whether decoder layer `layer` (from 0) holds experts; otherwise it holds a dense MLP."""
         return True
 
+    def all_dense(self) -> dict[str, Any] | None:
+        """Fields that make every layer dense; None where the family cannot."""
+        return None
+
     def moe_fields(self) -> dict[str, Any]:
         """Fields of `MoEConfig` beyond those that all families have."""
         return {}

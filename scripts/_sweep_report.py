@@ -4,6 +4,8 @@ value of a run    val_…: the last validation; any other metric: its mean over 
                   the logged steps
 ± of a value      standard error of the mean over seeds
 difference        mean over seeds of (arm - control) with one seed, ± its standard error
+speedup           compute, or time, that the control needs for the arm's loss by a law fitted to its
+                  own lengths (scripts/_scaling_law.py), over that of the arm; mean over seeds
 verdict           lower or higher where the difference exceeds the 95 % interval of Student's t,
                   else "none at ±x" with that interval: a difference below x would not be seen
 """
@@ -18,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts._scaling_law import Law, fit_law
 from training.report.record import Record, read_run
 
 if TYPE_CHECKING:
@@ -36,6 +39,10 @@ class RunValues:
     arm: str
     seed: int
     folder: Path
+    length: float = 1.0
+    """Of the control: steps as a multiple of its own."""
+    flops: float = math.nan
+    """Model FLOPs, where a law asks for them."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +130,94 @@ def compare(
     return table
 
 
+@dataclass(frozen=True)
+class Speedup:
+    """What an arm's loss is worth in the control's compute and time: 1 is nothing."""
+
+    compute: Mean
+    time: Mean | None
+    """None where the log has no speeds."""
+    beyond: bool
+    """Whether some seed's loss lies outside of those that the law was fitted to."""
+
+
+def seconds_of(record: Record) -> float | None:
+    """Time of training alone: tokens over the median speed of the log."""
+    tokens, speeds = record.series("tokens"), record.series("tokens_per_second")
+    if not tokens.steps or not speeds.steps:
+        return None
+    return tokens.values[-1] / statistics.median(speeds.values)
+
+
+def speedups(
+    runs: Sequence[RunValues], control: str, metric: str
+) -> tuple[dict[str, Speedup], dict[int, Law]]:
+    """Arm → speedup, and seed → law; each seed has a law of its own, with which its arms are
+    compared. Seeds without a law, and losses that it does not reach, are left out."""
+    lines: dict[int, list[tuple[float, float]]] = {}
+    own: dict[int, tuple[float, float | None]] = {}
+    found: dict[str, dict[int, tuple[float, float, float | None]]] = {}
+    for run in runs:
+        record = read_run(run.folder)
+        loss, seconds = value_of(record, metric), seconds_of(record)
+        if loss is None:
+            continue
+        if run.arm == control:
+            lines.setdefault(run.seed, []).append((run.flops, loss))
+            if run.length == 1:
+                own[run.seed] = run.flops, seconds
+        else:
+            found.setdefault(run.arm, {})[run.seed] = run.flops, loss, seconds
+    laws = {}
+    for seed, points in lines.items():
+        if seed in own:
+            units = [flops / own[seed][0] for flops, _ in points]
+            law = fit_law(units, [loss for _, loss in points])
+            laws |= {} if law is None else {seed: law}
+    table = {}
+    for arm, by_seed in found.items():
+        compute, time, beyond = [], [], False
+        for seed, (flops, loss, seconds) in by_seed.items():
+            needed = laws[seed].compute(loss) if seed in laws else math.inf
+            if math.isinf(needed):
+                continue
+            base, base_seconds = own[seed]
+            beyond |= not laws[seed].covers(needed)
+            compute.append(needed * base / flops)
+            if seconds and base_seconds:
+                time.append(needed * base_seconds / seconds)
+        if compute:
+            both = Mean.of(time) if len(time) == len(compute) else None
+            table[arm] = Speedup(Mean.of(compute), both, beyond)
+    return table, laws
+
+
+def speedup_lines(table: dict[str, Speedup], laws: dict[int, Law], metric: str) -> list[str]:
+    """The table of effective speedups, and the laws behind it."""
+    if not laws:
+        return ["", "No law: the control's losses of three lengths are not there or do not fall."]
+    lines = ["", "| arm | effective speedup, compute | effective speedup, time |", "|---|---|---|"]
+    for arm, found in table.items():
+        time = "" if found.time is None else found.time.text()
+        mark = " (beyond the fit)" if found.beyond else ""
+        lines.append(f"| {arm} | {found.compute.text()}{mark} | {time} |")
+    told = "; ".join(f"seed {seed}: {law}" for seed, law in sorted(laws.items()))
+    lines += [
+        "",
+        "Effective speedup: how many times an arm's compute (model FLOPs) or time the control "
+        f"needs for the arm's {metric}, by a law of the control's compute C, in units of its own. "
+        f"{told}. Time is that of the runs as they went: runs side by side slow each other down. "
+        '"Beyond the fit" is extrapolated; an arm without a row is out of reach of the law.',
+    ]
+    return lines
+
+
 def markdown(
-    sweep: SweepFile, table: dict[str, dict[str, Cell]], command: str, steps: dict[str, int | None]
+    sweep: SweepFile,
+    table: dict[str, dict[str, Cell]],
+    command: str,
+    steps: dict[str, int | None],
+    more: Sequence[str] = (),
 ) -> str:
     """The table, with what was compared and how to make it again."""
     metrics = [name for name in sweep.metrics if any(name in row for row in table.values())]
@@ -146,6 +239,7 @@ def markdown(
                 told = verdict(cell.difference)
                 cells += [cell.value.text(), cell.difference.text(sign=True), told]
         lines.append("| " + " | ".join(cells) + " |")
+    lines += more
     arms = [f"{arm}: {' '.join(own) or '–'}" for arm, own in sweep.arms.items()]
     lines += ["", "Arms: " + "; ".join(arms)]
     if sweep.equal_flops:
@@ -226,10 +320,15 @@ def write_report(
 ) -> str:
     """Write STEM.md, STEM.json and STEM.png; the text of the table."""
     values: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in sweep.arms}
+    faster, laws, more = {}, {}, []
+    if sweep.lengths:
+        faster, laws = speedups(runs, sweep.control, sweep.metrics[0])
+        more = speedup_lines(faster, laws, sweep.metrics[0])
+    runs = [run for run in runs if run.length == 1]
     for run in runs:
         values[run.arm][run.seed] = read_values(run.folder, sweep.metrics)
     table = compare(values, sweep.control, sweep.metrics)
-    text = markdown(sweep, table, command, steps)
+    text = markdown(sweep, table, command, steps, more)
     stem.with_suffix(".md").write_text(text, encoding="utf-8")
     result = {
         "title": sweep.title,
@@ -245,6 +344,8 @@ def write_report(
             }
             for arm in sweep.arms
         },
+        "laws": {str(seed): asdict(law) for seed, law in laws.items()},
+        "speedups": {arm: asdict(found) for arm, found in faster.items()},
         "versions": _versions(runs),
     }
     stem.with_suffix(".json").write_text(json.dumps(result, indent=1), encoding="utf-8")

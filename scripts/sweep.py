@@ -5,11 +5,19 @@
     python scripts/sweep.py configs/ablations/*.yaml --jobs 8 --out runs/sweeps
     python scripts/sweep.py configs/ablations/rounding.yaml --seeds 5 train.steps=1000
     python scripts/sweep.py configs/ablations/*.yaml --seeds 3-4 --also machine-b/sweeps
+    python scripts/sweep.py my.yaml --dense-twin --lengths 0.5,2     # and what a gain is worth
+    python scripts/sweep.py my.yaml --leave-one-out                  # all together, less one each
 
 A sweep file names a base config, the arms (lists of section.key=value words) and which of them is
 the control; see configs/ablations. Words on the command line go to every arm. With one seed, arms
 start from the same weights and read the same rows in the same order, so that differences are taken
 within a seed. Runs that several files have in common are trained once.
+
+`--dense-twin` adds an arm: the control without experts, with as many weights in products per token.
+`--lengths 0.5,2` also trains the control for half and twice its steps. A law that is fitted to its
+final losses then says how many times the arm's compute, and its time, the control would need for
+the arm's loss (scripts/_scaling_law.py). `--leave-one-out` makes all arms' words together the
+control, and an arm of each left out.
 
 Written to OUT: NAME.md (the table: mean ± standard error, and the paired difference from the
 control), NAME.json, NAME.png. The same command again trains only what is missing and resumes
@@ -35,11 +43,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pydantic import Field, ValidationError, model_validator
 
+from models.dense_twin import dense_twin
+from models.errors import UserError
 from moe.settings import Settings
 from scripts._command import bounded, command, make_parser
 from scripts._sweep_report import RunValues, read_values, write_report
@@ -52,6 +63,7 @@ from training.report.units import human_time
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 STOPPED = 75
+TWIN = "dense twin"
 
 
 class SweepFile(Settings):
@@ -73,6 +85,9 @@ class SweepFile(Settings):
     equal_flops: list[str] = Field(default_factory=list)
     """Arms that train for as many steps as cost what the control costs, by
     training/estimate/flops.py."""
+    lengths: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
+    """Other lengths that the control is trained for, as multiples of its steps: two or more, for
+    the law by which effective speedups are told."""
 
     @model_validator(mode="after")
     def _names_are_arms(self) -> SweepFile:
@@ -80,6 +95,10 @@ class SweepFile(Settings):
             for name in names:
                 if name not in self.arms:
                     raise ValueError(f"{key}: {name!r} is none of the arms {list(self.arms)}")
+        if self.lengths and len({1.0, *self.lengths}) < 3:
+            raise ValueError(
+                f"lengths: {self.lengths} are too few for a law; allowed: two or more beside 1"
+            )
         return self
 
 
@@ -94,6 +113,8 @@ class Run:
     config: Config
     key: str
     """Hash of the resolved config, without its name and place."""
+    length: float = 1.0
+    """Steps of the control as a multiple of its own; 1 for arms."""
     folder: Path = field(default=Path())
     error: str | None = None
 
@@ -126,17 +147,80 @@ def plan_runs(
     base = path.parent / sweep.base
     runs = []
     steps = {arm: f"train.steps={count}" for arm, count in equal_steps(path, sweep, words).items()}
+    wanted = [(arm, 1.0, [steps[arm]] if arm in steps else []) for arm in sweep.arms]
+    if sweep.lengths:
+        own = _steps(path, sweep, _of_arm(path, sweep, sweep.control, words), "lengths")
+        counts = {length: max(1, round(length * own)) for length in sweep.lengths}
+        wanted += [(sweep.control, x, [f"train.steps={n}"]) for x, n in counts.items() if x != 1]
     for seed in seeds:
-        for arm, own in sweep.arms.items():
-            every = [*sweep.settings, *own, *words, f"run.seed={seed}"]
-            every += [steps[arm]] if arm in steps else []
+        for arm, length, more in wanted:
+            every = [*sweep.settings, *sweep.arms[arm], *words, f"run.seed={seed}", *more]
             config = _load(path, base, arm, every)
             values = config.to_dict()
             values["run"] |= {"name": None, "dir": None}
             text = json.dumps(values, sort_keys=True)
             key = hashlib.sha256(text.encode()).hexdigest()[:8]
-            runs.append(Run(arm, seed, every, base, config, key))
+            runs.append(Run(arm, seed, every, base, config, key, length))
     return runs
+
+
+def _of_arm(path: Path, sweep: SweepFile, arm: str, words: Sequence[str]) -> Config:
+    every = [*sweep.settings, *sweep.arms[arm], *words]
+    return _load(path, path.parent / sweep.base, arm, every)
+
+
+def _steps(path: Path, sweep: SweepFile, control: Config, key: str) -> int:
+    if control.train.steps is None:
+        raise ConfigError(f"{path}: {key} needs train.steps, the control has epochs")
+    return control.train.steps
+
+
+def with_dense_twin(path: Path, sweep: SweepFile, words: Sequence[str]) -> SweepFile:
+    """The sweep with one more arm: the control's dense twin.
+
+    Raises:
+        ConfigError: an arm of that name, or a control that has no dense twin.
+    """
+    if TWIN in sweep.arms:
+        raise ConfigError(f"{path}: there is an arm {TWIN!r} already; leave --dense-twin out")
+    try:
+        fields = dense_twin(_of_arm(path, sweep, sweep.control, words).model.config)
+    except UserError as error:
+        raise ConfigError(f"{path}: --dense-twin: {error}") from None
+    twin = [f"model.{key}={json.dumps(value)}" for key, value in fields.items()]
+    return _changed(sweep, arms=sweep.arms | {TWIN: [*sweep.arms[sweep.control], *twin]})
+
+
+def leave_one_out(path: Path, sweep: SweepFile) -> SweepFile:
+    """All arms' words together as the control, an arm of each left out, and one of none.
+
+    Raises:
+        ConfigError: too few arms.
+    """
+    own = {arm: words for arm, words in sweep.arms.items() if arm != sweep.control}
+    if len(own) < 2:
+        raise ConfigError(f"{path}: --leave-one-out needs two arms beside the control")
+    setting: dict[str, str] = {}
+    for arm, words in own.items():
+        for key in {word.partition("=")[0] for word in words}:
+            if key in setting:
+                raise ConfigError(
+                    f"{path}: --leave-one-out: the arms {setting[key]!r} and {arm!r} both set "
+                    f"{key}, so they cannot be put together"
+                )
+            setting[key] = arm
+    base = sweep.arms[sweep.control]
+    arms = {"all": [*base, *(word for words in own.values() for word in words)]}
+    for left in own:
+        others = [word for arm, words in own.items() if arm != left for word in words]
+        arms[f"without {left}"] = [*base, *others]
+    arms["none"] = base
+    title = f"{sweep.title}, leave one out"
+    return _changed(sweep, title=title, arms=arms, control="all", equal_flops=[])
+
+
+def _changed(sweep: SweepFile, **changes: Any) -> SweepFile:
+    return SweepFile(**{**sweep.model_dump(), **changes})
 
 
 def _load(path: Path, base: Path, arm: str, words: list[str]) -> Config:
@@ -152,17 +236,12 @@ def equal_steps(path: Path, sweep: SweepFile, words: Sequence[str]) -> dict[str,
     if not sweep.equal_flops:
         return found
 
-    def config_of(arm: str) -> Config:
-        every = [*sweep.settings, *sweep.arms[arm], *words]
-        return _load(path, path.parent / sweep.base, arm, every)
-
-    control = config_of(sweep.control)
-    if control.train.steps is None:
-        raise ConfigError(f"{path}: equal_flops needs train.steps, the control has epochs")
-    budget = run_flops(control, control.train.steps)
+    control = _of_arm(path, sweep, sweep.control, words)
+    steps = _steps(path, sweep, control, "equal_flops")
+    budget = run_flops(control, steps)
     for arm in sweep.equal_flops:
-        config = config_of(arm)
-        low, high = 1, 8 * control.train.steps
+        config = _of_arm(path, sweep, arm, words)
+        low, high = 1, 8 * steps
         while low < high:  # the most steps within the budget
             middle = (low + high + 1) // 2
             low, high = (middle, high) if run_flops(config, middle) <= budget else (low, middle - 1)
@@ -181,6 +260,7 @@ def place_run(run: Run, folder: Path, others: Sequence[Path] = ()) -> None:
         if run.done:
             return
     plain = re.sub(r"[^A-Za-z0-9_.+-]+", "_", run.arm).lstrip(".+-") or "arm"
+    plain += "" if run.length == 1 else f"_x{run.length:g}"
     run.folder = found[0] if found else folder / f"{plain}-seed{run.seed}-{run.key}"
 
 
@@ -264,12 +344,17 @@ def start(run: Run, threads: int) -> subprocess.Popen:
 def _tell(run: Run, finished: int, total: int, seconds: float) -> None:
     values = read_values(run.folder, ["val_loss", "loss", "max_violation"])
     numbers = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-    width = len(str(total))
+    width, name = len(str(total)), run.arm if run.length == 1 else f"{run.arm} x{run.length:g}"
     print(
-        f"[{finished:>{width}}/{total}] {run.arm} seed {run.seed}: {numbers}  "
-        f"({human_time(seconds)})",
+        f"[{finished:>{width}}/{total}] {name} seed {run.seed}: {numbers}  ({human_time(seconds)})",
         flush=True,
     )
+
+
+def _flops(run: Run, sweep: SweepFile) -> float:
+    """Model FLOPs of a run, where a law asks for them."""
+    steps = run.config.train.steps
+    return run_flops(run.config, steps) if sweep.lengths and steps is not None else math.nan
 
 
 # --- the program --------------------------------------------------------------------------------
@@ -286,6 +371,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--also", type=user_path, action="append", default=[], metavar="FOLDER",
         help="an OUT of another command whose finished runs count too; may be repeated",
     )  # fmt: skip
+    add("--dense-twin", action="store_true", help="add the control's dense twin as an arm")
+    add(
+        "--lengths", type=read_lengths, metavar="X,X",
+        help="train the control for these multiples of its steps too, instead of the file's",
+    )  # fmt: skip
+    add("--leave-one-out", action="store_true", help="all arms together, less one each")
     add("--time-limit", type=float, default=math.inf, metavar="S", help="stop after S seconds")
     add("--keep-checkpoints", action="store_true", help="keep those of finished runs")
     return parser.parse_intermixed_args(arguments)
@@ -306,23 +397,52 @@ def read_seeds(word: str) -> range:
     raise ConfigError(f"--seeds={word} must be a number N of at least 1, or A-B with A <= B")
 
 
+def read_lengths(word: str) -> list[float]:
+    """Of a --lengths word."""
+    try:
+        return [float(part) for part in word.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word} must be numbers with commas between") from None
+
+
+def read_all(
+    files: Sequence[Path], words: Sequence[str], options: argparse.Namespace
+) -> list[tuple[str, SweepFile, list[Run]]]:
+    """Name, sweep and runs of each file, as the options change them.
+
+    Raises:
+        ConfigError: a mistake in a file.
+    """
+    given = None if options.seeds is None else read_seeds(options.seeds)
+    sweeps = []
+    for path in files:
+        sweep, name = read_sweep(path), path.stem
+        if options.leave_one_out:
+            sweep, name = leave_one_out(path, sweep), f"{name}-leave-one-out"
+        if options.dense_twin:
+            sweep = with_dense_twin(path, sweep, words)
+        if options.lengths is not None:
+            try:
+                sweep = _changed(sweep, lengths=options.lengths)
+            except ValidationError as error:
+                raise ConfigError(f"--{first_line(error, {})}") from None
+        seeds = sweep.seeds if given is None else given
+        sweeps.append((name, sweep, plan_runs(path, sweep, words, seeds)))
+    return sweeps
+
+
 @command
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     end = time.monotonic() + options.time_limit
     words = [word for word in options.inputs if "=" in word]
     files = [Path(word) for word in options.inputs if "=" not in word]
-    given = None if options.seeds is None else read_seeds(options.seeds)
     for folder in options.also:
         if not (folder / "runs").is_dir():
             raise ConfigError(f"--also {folder} holds no folder runs")
     if not files:
         raise ConfigError("no sweep file given; configs/ablations holds some")
-    sweeps: list[tuple[Path, SweepFile, list[Run]]] = []
-    for path in files:
-        sweep = read_sweep(path)
-        seeds = sweep.seeds if given is None else given
-        sweeps.append((path, sweep, plan_runs(path, sweep, words, seeds)))
+    sweeps = read_all(files, words, options)
     out = options.out.resolve()
     (out / "runs").mkdir(parents=True, exist_ok=True)
 
@@ -340,14 +460,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     given_words = sys.argv[1:] if arguments is None else arguments
     typed = "python scripts/sweep.py " + " ".join(given_words)
-    for path, sweep, runs in sweeps:
+    for name, sweep, runs in sweeps:
         values = [
-            RunValues(run.arm, run.seed, unique[run.key].folder)
+            RunValues(run.arm, run.seed, unique[run.key].folder, run.length, _flops(run, sweep))
             for run in runs
             if unique[run.key].done
         ]
-        steps = {run.arm: run.config.train.steps for run in runs}
-        print(write_report(out / path.stem, sweep, values, typed, steps))
+        steps = {run.arm: run.config.train.steps for run in runs if run.length == 1}
+        print(write_report(out / name, sweep, values, typed, steps))
     if any(run.error for run in ordered):
         return 1
     return 0 if whole else STOPPED

@@ -72,6 +72,9 @@ class Glm4Moe(ModelConfig):
     def is_moe_layer(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
 
+    def all_dense(self) -> dict[str, Any]:
+        return {"first_k_dense_replace": self.num_hidden_layers}
+
     def moe_fields(self) -> dict[str, Any]:
         return {
             "shared_expert_size": self.expert_size * self.n_shared_experts,

@@ -53,6 +53,9 @@ class Qwen3Moe(ModelConfig):
         sparse = (layer + 1) % self.decoder_sparse_step == 0
         return sparse and layer not in self.mlp_only_layers
 
+    def all_dense(self) -> dict[str, Any]:
+        return {"mlp_only_layers": list(range(self.num_hidden_layers))}
+
     def hf_constants(self) -> dict[str, Any]:
         return {
             "use_sliding_window": False,
