@@ -46,7 +46,7 @@ from training.faults import StopRequest
 from training.out_of_memory import out_of_memory
 from training.probe import make_probe
 from training.report.ending import check_export, report_checkpoints, report_end
-from training.report.header import log_run_header, wandb_settings
+from training.report.header import log_run_header
 from training.report.log_step import (
     log_window,
     report_empty_step,
@@ -90,7 +90,8 @@ def prepare(config: Config, plan: Plan, world: World) -> RunState:
     if world.main:  # only now: a refused start leaves the files of earlier ones alone
         write_resolved(config, run.folder / "config.yaml")
     folder = run.folder if world.main else None
-    log = RunLog(folder, run.attempt, wandb_settings(config, run))
+    trackers = config.log.trackers
+    log = RunLog(folder, run.attempt, run.step, trackers, config.to_dict() if trackers else None)
 
     train_state = make_train_state(
         config, architecture, plan, world, device, steps=steps, checkpoint=run.checkpoint

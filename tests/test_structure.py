@@ -34,8 +34,8 @@ BELOW = {
 """Package to those that it may import: train.py → training → models → moe, training → parallel."""
 PACKAGES = tuple(BELOW)
 OPTIONAL = {
-    "datasets", "deepspeed", "flash_attn", "gguf", "huggingface_hub", "liger_kernel", "matplotlib",
-    "transformers", "triton", "wandb",
+    "datasets", "deepspeed", "flash_attn", "gguf", "huggingface_hub", "matplotlib",
+    "torch.utils.tensorboard", "trackio", "transformers", "triton", "wandb",
 }  # fmt: skip
 """Packages that may be missing or are slow to import; functions import them when they need them."""
 MAX_PARAMETERS = 10
@@ -164,7 +164,7 @@ def hidden_imports(trees: Trees) -> list[str]:
         f"{name} > {module}"
         for name, tree in trees.items()
         for _, module, inside in imports(tree)
-        if inside and module.split(".")[0] not in OPTIONAL
+        if inside and not {module, module.split(".")[0]} & OPTIONAL
     }
     return sorted(found)
 

@@ -28,7 +28,7 @@ from training.checkpoint.files import CheckpointError
 from training.config.load import ConfigError
 from training.device import no_memory
 from training.report.files import DISK_FULL
-from training.report.tracking import WandbThread
+from training.report.trackers import TrackerThread
 
 DONE = 0
 FAILED = 1
@@ -189,7 +189,7 @@ def exit_process(code: int) -> NoReturn:
         sys.stderr.flush()
     except OSError:  # a full disk, where the output goes to a file: the code still counts
         os._exit(code)
-    stuck = any(isinstance(thread, WandbThread) for thread in threading.enumerate())
+    stuck = any(isinstance(thread, TrackerThread) for thread in threading.enumerate())
     if stuck or dist.is_initialized():
         os._exit(code)
     sys.exit(code)

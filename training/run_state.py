@@ -54,7 +54,7 @@ class RunState:
     load_at: int | None = None
     """Step of the last line of load.jsonl in this attempt."""
     pictured_at: int = 0
-    """Step of the last pictures that went to Weights & Biases."""
+    """Step of the last pictures that went to trackers."""
     plotted_at: float = float("-inf")
     """When plots were last drawn, in monotonic seconds."""
 

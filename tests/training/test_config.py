@@ -98,7 +98,7 @@ MISTAKES = [
     ("optim.lr=null", "optim.lr=null must be a number"),
     ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of exactly 2"),
     ("optim.betas=[0.9, 1]", "optim.betas.1=1 must be a number < 1"),
-    ("log.wandb.mode=on", "log.wandb.mode='on' must be one of 'offline' or 'online'"),
+    ("log.trackers=[{kind: wandb, mode: on}]", "log.trackers.0.mode='on' must be one of 'offline'"),
     ("router.bias.kind=quantil", "='quantil' is unknown; allowed: quantile, sign, min_load; did "),
     (
         "data.sources=a.txt",
@@ -210,7 +210,7 @@ MISTAKES = [
         "optim.schedule.decay_fraction=0.5 is no key of kind cosine, which has warmup_steps, min",
     ),
     ("eval.sample.tokens=9", "eval.sample.prompt is missing"),
-    ("log.wandb.project=x", "log.wandb.mode is missing"),
+    ("log.trackers=[{kind: wandb, project: x}]", "log.trackers.0.mode is missing"),
     ("experts.policy.every=5", "experts.policy.kind is missing; allowed with every: replace, res"),
     (
         "experts.policy.kind=replace experts.policy.clone_above=2",
@@ -446,7 +446,7 @@ def test_what_is_missing_is_named(tmp_path):
 def test_resolved_config_loads_again_and_tells_versions(file, tmp_path):
     words = [
         "optim.lr=1e-9",
-        "log.wandb.mode=offline",
+        "log.trackers=[{kind: wandb, mode: offline}]",
         "run.name=010",
         "router.rounding.to=nearest",
     ]
@@ -463,7 +463,7 @@ def test_resolved_config_loads_again_and_tells_versions(file, tmp_path):
     assert any(line.startswith("# git: ") for line in head)
     # Other YAML readers understand it too.
     plain = yaml.safe_load(out.read_text())
-    assert plain["log"]["wandb"] == {"mode": "offline", "project": "tessera"}
+    assert plain["log"]["trackers"] == [{"kind": "wandb", "mode": "offline", "project": "tessera"}]
     # What was auto is spelled out, and an option begins with its kind.
     assert list(plain["router"]["balance"].items())[:2] == [("kind", "global"), ("coef", 0.01)]
     assert (plain["router"]["bias"], plain["router"]["score"]) == (None, "softmax")

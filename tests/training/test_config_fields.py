@@ -27,7 +27,6 @@ from training.health import HealthCounters
 from training.optim.groups import group_table
 from training.optim.schedule import learning_rate
 from training.report import log_step
-from training.report.header import wandb_settings
 from training.report.window import Window
 from training.sparsity import Sparsity
 from training.surgery.changes import change_experts
@@ -57,8 +56,8 @@ class Told(dict):
 class SilentLog:
     active = False
 
-    def __init__(self, folder, attempt, wandb):
-        self.wandb = wandb
+    def __init__(self, folder, attempt, step, trackers, config):
+        self.trackers = trackers
 
     def __getattr__(self, name):
         return lambda *arguments, **keywords: None
@@ -154,8 +153,7 @@ def _collect(state, told) -> dict:
         "auxiliary": auxiliary.item(),
         "balance": config.router.balance,
         "due": [due_after(config, step, state.steps) for step in range(1, state.steps + 1)],
-        "wandb": wandb_settings(config, state.run) and state.log.wandb["mode"],
-        "project": (state.log.wandb or {}).get("project"),
+        "trackers": state.log.trackers,
         "batch": digest(batch.tokens_BL, batch.labels_BL, batch.positions_BL),
         "held_out": {
             name: [digest(b.tokens_BL) for b in batches] for name, batches in held_out.items()
@@ -315,8 +313,7 @@ TURNED = {
     "eval.sample.prompt": "eval.sample.prompt=whale",
     "eval.sample.tokens": "eval.sample.tokens=3",
     "log.every_steps": "log.every_steps=3",
-    "log.wandb.mode": "log.wandb.mode=offline",
-    "log.wandb.project": "log.wandb.project=other",
+    "log.trackers": "log.trackers=[{kind: tensorboard}]",
     "log.plots": "log.plots=true",
 }
 # What the run is like before the field is turned, where the tiny run leaves the field no effect.
@@ -378,7 +375,6 @@ BEFORE = {
     **dict.fromkeys(("optim.storage.weights", "optim.storage.moments"), "train.dtype=bfloat16"),
     "optim.momentum": "optim.kind=muon",
     "eval.sample.tokens": "eval.sample.prompt=whale",
-    "log.wandb.project": "log.wandb.mode=offline",
 }
 # Fields whose effect a plan cannot show, and where it is shown.
 SHOWN_BY = {
@@ -421,7 +417,7 @@ def places() -> set[str]:
     """Every field but those of the architecture and of the items of lists; of an option the fields
     of its kinds."""
     names = field_names()
-    lists = {"data.sources", "data.validation.sources", "experts.events"}
+    lists = {"data.sources", "data.validation.sources", "experts.events", "log.trackers"}
     found = {
         f"{section}.{key}"
         for section, keys in names.items()

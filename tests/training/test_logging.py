@@ -1,18 +1,15 @@
-"""metrics.jsonl and events.jsonl survive crashes; Weights & Biases is never in the way."""
+"""metrics.jsonl and events.jsonl survive crashes."""
 
 import io
 import json
 import resource
 import sys
-import threading
-import types
 
 import pytest
 from rich.console import Console
 
 from training.report.files import DISK_FULL, read_lines, read_metrics
 from training.report.run_log import RunLog, progress_line
-from training.report.tracking import WandbThread, bounded
 from training.report.units import human_bytes, human_count, human_time
 
 
@@ -173,69 +170,3 @@ def test_human_units():
     )
     del metrics["mfu"], metrics["max_violation"]
     assert "MFU" not in progress_line(metrics, 10)
-
-
-# --- Weights & Biases ---------------------------------------------------------------------------
-
-
-class FakeRun:
-    url = "https://wandb.test/p"
-
-    def __init__(self, gate: threading.Event | None = None) -> None:
-        self.lines, self.finished, self.gate, self.axis = [], False, gate, None
-
-    def define_metric(self, name, step_metric):
-        self.axis = (name, step_metric)
-
-    def log(self, values):
-        if self.gate is not None:
-            self.gate.wait(20)
-        self.lines.append(values)
-
-    def finish(self):
-        self.finished = True
-
-
-def test_wandb_gets_every_line_on_its_own_step_axis(monkeypatch):
-    """With the tracker's own step, points of a repeated stretch would be dropped."""
-    run, given, said = FakeRun(), {}, []
-    fake = types.SimpleNamespace(init=lambda **settings: given.update(settings) or run)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    thread = WandbThread({"project": "p"}, say=said.append, warn=pytest.fail)
-    for step in (1, 2, 12, 10, 11):
-        thread.put({"step": step})
-    thread.finish()
-    assert said == ["Weights & Biases: https://wandb.test/p"]
-    assert given == {"project": "p"} and run.axis == ("*", "step") and run.finished
-    assert [line["step"] for line in run.lines] == [1, 2, 12, 10, 11]
-
-
-def test_wandb_that_is_too_slow_loses_lines_and_not_time(monkeypatch):
-    gate, warnings = threading.Event(), []
-    run = FakeRun(gate)
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
-    monkeypatch.setattr(WandbThread, "QUEUE", 5)
-    monkeypatch.setattr(WandbThread, "FINISH_S", 0.2)
-    thread = WandbThread({}, say=[].append, warn=warnings.append)
-    for step in range(50):
-        thread.put({"step": step})
-    thread.finish()
-    assert len(warnings) == 1 and "did not finish" in warnings[0]
-    gate.set()
-    monkeypatch.setattr(WandbThread, "FINISH_S", 20.0)
-    thread.finish()
-    assert len(run.lines) in (5, 6) and run.finished  # the queue's five, and one that was taken
-    assert len(warnings) == 2 and f"{50 - len(run.lines)} lines were not sent" in warnings[1]
-
-
-def test_weights_and_biases_gets_a_bounded_number_of_series():
-    metrics = ("max_violation", "load_entropy", "dead_experts", "z_loss", "tile_waste")
-    values = {f"layers/{layer}/{name}": 1.0 for layer in range(94) for name in metrics}
-    shown = bounded({"loss": 2.0, "step": 3} | values)
-    layers = {int(name.split("/")[1]) for name in shown if name.startswith("layers/")}
-    assert len(layers) == 16
-    assert {0, 93} <= layers
-    assert len(shown) == 2 + 3 * 16
-    few = {name: value for name, value in values.items() if name.startswith("layers/1/")}
-    assert set(bounded(few)) == {f"layers/1/{name}" for name in metrics[:3]}
-    assert bounded({"loss": 2.0}) == {"loss": 2.0}

@@ -300,7 +300,7 @@ def test_e9_a_hub_name_is_told_how_to_download(tiny_config):
 
 
 def test_e11_weights_and_biases_leaves_the_end_of_the_run_on_the_screen(run, capfd):
-    assert run("run.name=a", "log.wandb.mode=offline") == 0
+    assert run("run.name=a", "log.trackers=[{kind: wandb, mode: offline}]") == 0
     printed = capfd.readouterr()
     assert "wandb:" not in printed.out + printed.err
     assert re.search(

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -532,40 +531,6 @@ def test_e16_a_run_that_cannot_save_its_end_fails(run, tmp_path, capsys, backgro
     assert "earlier checkpoints" not in printed.err, "there are none"
     assert any(why in event["text"] for event in events(folder, "checkpoint_failed"))
     assert len(read_metrics(tmp_path / "runs/blocked")) == STEPS, "but it trained to the end"
-
-
-# --- Weights & Biases ---------------------------------------------------------------------------
-
-
-def test_wandb_offline(run, tmp_path):
-    words = ("log.wandb.mode=offline", "log.wandb.project=tiny", "log.plots=true")
-    assert run("run.name=offline", *words) == 0
-    found = list((tmp_path / "runs/offline").glob("wandb/offline-run-*/run-*.wandb"))
-    pictures = (tmp_path / "runs/offline").glob("wandb/offline-run-*/files/media/images/**/*.png")
-    names = {path.name.split("_")[0] for path in pictures}
-    assert {"load", "max", "routing"} <= names  # load, max_violation, load_entropy, routing_churn
-    drawn = {path.stem for path in (tmp_path / "runs/offline/plots").glob("*.png")}
-    assert {"load", "max_violation", "load_entropy", "routing_churn"} <= drawn
-    assert len(found) == 1 and found[0].stat().st_size > 1000
-    assert not [thread for thread in threading.enumerate() if thread.name == "wandb"]
-
-
-@pytest.mark.parametrize("fault", ["hangs", "raises", "exits"])
-def test_wandb_cannot_hang_or_fail_the_run(run, tmp_path, monkeypatch, capsys, fault):
-    free = threading.Event()
-
-    def init(**_):
-        if fault == "hangs":
-            free.wait(60)
-        raise SystemExit(3) if fault == "exits" else RuntimeError("no network")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    monkeypatch.setattr("training.report.run_log.WandbThread.FINISH_S", 0.2)
-    assert run("run.name=w", "log.wandb.mode=online", "train.steps=4") == 0
-    said = capsys.readouterr().out
-    assert "Weights & Biases" in said and "metrics.jsonl has everything" in said
-    assert len(read_metrics(tmp_path / "runs/w")) == 4
-    free.set()
 
 
 # --- the command line ---------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from training.config.messages import first_line, shown
 from training.data.config import DataConfig
 from training.optim.adamw import AdamW
 from training.optim.muon import Muon
+from training.report.trackers import AnyTracker
 from training.surgery.config import ExpertsConfig
 
 
@@ -281,22 +282,13 @@ class EvalConfig(Settings):
     """A sample of the model's text at every validation."""
 
 
-class WandbConfig(Settings):
-    """Weights & Biases beside the run folder's own metrics.jsonl."""
-
-    mode: Literal["offline", "online"]
-    """offline: files in the run folder. online: sent while the run goes on."""
-    project: str = "tessera"
-    """Project there."""
-
-
 class LogConfig(Settings):
     """What is told while training."""
 
     every_steps: Positive = 10
     """Steps between log lines; only these read values back from the device."""
-    wandb: WandbConfig | None = None
-    """Weights & Biases too."""
+    trackers: list[AnyTracker] = Field(default_factory=list)
+    """Where metrics go besides the run folder; none of them can stop or slow the run."""
     activation_threshold: Annotated[float, Field(ge=0)] | None = None
     """Measure at log steps, on a few fixed rows, which share of the experts' activations a product
     could not skip, for tiles of 1 to 128 rows, if absolute values up to this count as zero. `null`:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,27 +18,7 @@ from training.report.units import human_count
 from training.surgery.checks import start_experts
 
 if TYPE_CHECKING:
-    from training.config.sections import Config
-    from training.run import Run
     from training.run_state import RunState
-
-
-def wandb_settings(config: Config, run: Run) -> dict[str, Any] | None:
-    """Arguments of `wandb.init`; every attempt is a run of its own in the group of the run
-    folder."""
-    wandb = config.log.wandb
-    if wandb is None:
-        return None
-    return {
-        "mode": wandb.mode,
-        "project": wandb.project,
-        "dir": str(run.folder.absolute()),  # its service may have another working folder
-        "group": run.folder.name,
-        "name": f"{run.folder.name}-{run.attempt}",
-        "config": config.to_dict(),
-        # its summary of every metric would push what the run says at its end off the screen
-        "settings": {"silent": True},
-    }
 
 
 def log_run_header(state: RunState) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOAD_LINES = 200
 """Lines of load.jsonl in a run: its size does not grow with the length of the run."""
 PICTURE_SETS = 20
-"""Times that pictures go to Weights & Biases."""
+"""Times that pictures go to trackers."""
 MAX_NOT_FINITE = 20
 """Steps in a row that are not finite, after which a run is given up."""
 PLOT_EVERY_S = 60.0

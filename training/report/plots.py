@@ -24,7 +24,7 @@ POINTS = 600
 PANELS = 12
 """Layers of the load map, evenly chosen."""
 PICTURES = ("load", "max_violation", "load_entropy", "routing_churn")
-"""What goes to Weights & Biases as pictures too."""
+"""What goes to trackers as pictures too."""
 
 BLUE, ORANGE, GREY, RED = "#1f5fa8", "#d97a1a", "#8a8f98", "#b3261e"
 

@@ -1,8 +1,9 @@
-"""What a run tells: metrics.jsonl, events.jsonl, lines on the screen, and Weights & Biases."""
+"""What a run tells: metrics.jsonl, events.jsonl, lines on the screen, and trackers."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from training.report.files import EVENTS, LOAD, METRICS, JsonLines, room_or_not
-from training.report.tracking import WandbThread, bounded
+from training.report.trackers import Attempt, Tracker, TrackerThread, bounded, finish
 from training.report.units import human_count, human_time
 
 
@@ -37,26 +38,30 @@ class RunLog:
     Args:
         folder: of the run; it must exist. None: no files (not the first process).
         attempt: which start of the run this is, from 0.
-        wandb: settings for `wandb.init`, or None.
+        step: finished steps of the attempts before it.
+        trackers: services to send metrics to.
+        config: the resolved config, for them.
     """
 
     def __init__(
         self,
         folder: Path | None,
         attempt: int = 0,
-        wandb: dict[str, Any] | None = None,
+        step: int = 0,
+        trackers: Sequence[Tracker] = (),
+        config: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> None:
         self.active = folder is not None
         self.attempt = attempt
         self._console = console or Console(highlight=False)
-        self._wandb: WandbThread | None = None
+        self._trackers: list[TrackerThread] = []
         if folder is not None:
             self._metrics = JsonLines(folder / METRICS, self.warn)
             self._events = JsonLines(folder / EVENTS, self.warn)
             self._load = JsonLines(folder / LOAD, self.warn)
-            if wandb is not None:
-                self._wandb = WandbThread(wandb, self.say, self.warn)
+            this = Attempt(folder, attempt, step, config or {})
+            self._trackers = [TrackerThread(t, this, self.say, self.warn) for t in trackers]
 
     def say(self, text: str, style: str = "") -> None:
         """One line on the screen; colours only on a terminal."""
@@ -114,8 +119,13 @@ class RunLog:
             return
         values = {key: value for key, value in values.items() if value is not None}
         self._metrics.write({"attempt": self.attempt, "time": time.time(), **values})
-        if self._wandb is not None:
-            self._wandb.put(bounded(values))
+        numbers = {
+            key: value
+            for key, value in bounded(values).items()
+            if isinstance(value, int | float) and key != "step"
+        }
+        for tracker in self._trackers:
+            tracker.put(values["step"], numbers, {})
 
     def load(self, step: int, load: list[list[float]]) -> None:
         """A line in load.jsonl: load / mean load of every expert, by layer."""
@@ -124,19 +134,18 @@ class RunLog:
             self._load.write(line)
 
     def pictures(self, step: int, files: dict[str, Path]) -> None:
-        """Pictures for Weights & Biases, by name; the files are read later, in its thread."""
-        if self.active and self._wandb is not None:
-            pictures = {f"pictures/{name}": path for name, path in files.items()}
-            self._wandb.put({"step": step, **pictures})
+        """Pictures for trackers, by name; the files are read later, in their threads."""
+        pictures = {f"pictures/{name}": path for name, path in files.items()}
+        for tracker in self._trackers:
+            tracker.put(step, {}, pictures)
 
     def finish_tracking(self) -> None:
-        """Send Weights & Biases what is pending, within a bounded time; it gets no more."""
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        """Send trackers what is pending, within a bounded time together; they get no more."""
+        finish(self._trackers)
+        self._trackers = []
 
     def close(self) -> None:
-        """Write what is pending; waits a bounded time for Weights & Biases."""
+        """Write what is pending; waits a bounded time for trackers."""
         if not self.active:
             return
         self.finish_tracking()
