@@ -43,7 +43,9 @@ def apply_checkpointing(model: nn.Module, mode: Checkpointing) -> None:
         block.recompute_attention = mode == "selective"
 
 
-def compile_blocks(model: nn.Module, *, changes: int = 0, **options: Any) -> None:
+def compile_blocks(
+    model: nn.Module, *, changes: int = 0, whole: bool = False, **options: Any
+) -> None:
     """Compile every block of a `Decoder` in place with `torch.compile(**options)`; they share code.
 
     The number of documents in a batch is marked as dynamic, so packing does not recompile.
@@ -55,6 +57,8 @@ def compile_blocks(model: nn.Module, *, changes: int = 0, **options: Any) -> Non
     Args:
         changes: how often the computation will be another (experts per token by a schedule, a
             limit that ends). PyTorch stops compiling after eight and would go on slowly.
+        whole: with experts that are split over processes inside of the compiled code
+            (`Sharding.whole_blocks` of the engine).
     """
     model.compiled = True
     torch._inductor.config.deterministic = True
@@ -63,7 +67,13 @@ def compile_blocks(model: nn.Module, *, changes: int = 0, **options: Any) -> Non
         torch._dynamo.config.recompile_limit, 8 + 3 * changes
     )
     for block in model.layers:
-        block.compile(**options)
+        if not whole:
+            block.compile(**options)
+            continue
+        # Hooks of the block, which gather its weights, stay outside of the compiled code.
+        compiled = torch.compile(block.forward, **options)
+        moe = getattr(block, "moe", None)
+        block.forward = compiled if moe is None else partial(moe.experts.around, compiled)
 
 
 def mark_dynamic(*tensors: Tensor) -> None:

@@ -82,6 +82,9 @@ class AllGather(_Chunked):
     kind: Literal["all_gather"] = "all_gather"
     chunks: Annotated[int, Field(ge=1)] = 1
     """Parts of a micro-batch that travel while others are computed."""
+    equal_tokens: bool = False
+    """Take it that every rank has as many tokens as this one, as in training and validation,
+    instead of having the hosts tell each other in every layer."""
 
 
 EXCHANGES: dict[str, type[Settings]] = {

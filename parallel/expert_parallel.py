@@ -27,6 +27,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ from parallel.exchange.dispatch import (
     received_routing,
     sort_pairs,
 )
+from parallel.exchange.operator import experts_operator, number_of
 from parallel.exchange.pull import Pull, SymmetricMemory
 from parallel.exchange.transport import Collective, RingTransport, Transport
 from parallel.mesh import Mesh, MeshPlan
@@ -139,7 +141,7 @@ class ParallelExperts(nn.Module):
         if exchange.kind == "all_gather" and transport is not None:
             self.all_gather = AllGatherExchange(
                 transport,
-                _host_group(mesh),
+                None if exchange.equal_tokens else _host_group(mesh),
                 mesh.place("expert"),
                 mesh.plan.expert,
                 self.num_experts,
@@ -160,11 +162,29 @@ class ParallelExperts(nn.Module):
         shared: Callable[[Tensor], Tensor] | None = None,
         output_sums: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """`compute` with the weights of this module."""
+        return self.compute(x_TD, routing, self.w1, self.w2, shared, output_sums)
+
+    def around(self, function: Callable, *arguments: Any, **named: Any) -> Any:
+        """`function(*arguments, **named)`: what a sharding engine can take for a forward of this
+        module, so that its weights are there while `function` runs."""
+        return function(*arguments, **named)
+
+    def compute(
+        self,
+        x_TD: Tensor,
+        routing: Routing,
+        w1: Tensor,
+        w2: Tensor,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        output_sums: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Routed experts of this rank's tokens, plus `shared(x)`; in the dtype of `moe.experts`.
 
         Args:
             x_TD: this rank's tokens, any number.
             routing: their experts, numbered over the whole layer.
+            w1, w2: the weights of this module, or copies of them.
             shared: the expert that every token uses.
             output_sums: give also the sums of outputs [experts of the layer, D] over the rows that
                 this rank's experts computed, for whomever, float32; 0 for experts of other ranks.
@@ -172,7 +192,7 @@ class ParallelExperts(nn.Module):
         config = self.config
         weights = [
             weight if weight.dim() == 3 else weight.view(self.num_experts, -1, weight.shape[1])
-            for weight in (self.w1, self.w2)
+            for weight in (w1, w2)
         ]
 
         wide = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
@@ -294,12 +314,39 @@ class ExpertParallelMoE(MoE):
         return self.experts(x_TD, routing, self.shared, output_sums)
 
 
+class WholeMoE(ExpertParallelMoE):
+    """An `ExpertParallelMoE` for blocks that are compiled as a whole: the compiler sees router and
+    experts, and the experts with their exchange as one operator.
+
+    Whoever shards the experts must have gathered them before the block runs
+    (`ParallelExperts.around`); nothing calls their module's hooks here.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.number = number_of(self)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        return MoE.forward(self, x, valid)
+
+    def compute(
+        self, x_TD: Tensor, routing: Routing, output_sums: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        experts = self.experts
+        if not torch.compiler.is_compiling() or experts.transport is None:
+            return experts.forward(x_TD, routing, self.shared, output_sums)
+        shared = [] if self.shared is None else list(self.shared.parameters())
+        weights = [experts.w1, experts.w2, *shared]
+        return experts_operator(self.number, x_TD, routing, weights, output_sums)
+
+
 def expert_parallel(
     layer: MoE,
     mesh: Mesh,
     exchange: Exchanging | None = None,
     transport: Transport | None = None,
     flat: bool = True,
+    whole: bool = False,
 ) -> ExpertParallelMoE:
     """The distributed form of a layer; all ranks must have built the same layer.
 
@@ -310,6 +357,7 @@ def expert_parallel(
         layer: the whole layer; its router and shared expert are taken over, its experts copied.
         transport: shared with other layers; a new one when None.
         flat: see `ParallelExperts`.
+        whole: as `WholeMoE`.
 
     Raises:
         ValueError: experts that the expert ranks do not divide, or a transport that cannot work.
@@ -322,7 +370,8 @@ def expert_parallel(
         )
     if transport is None:
         transport = make_transport(exchange, mesh)
-    return ExpertParallelMoE(layer, mesh, exchange, transport, flat)
+    kind = WholeMoE if whole else ExpertParallelMoE
+    return kind(layer, mesh, exchange, transport, flat)
 
 
 @dataclass(frozen=True)
@@ -338,12 +387,17 @@ class ExpertRange:
 
 
 def split_experts(
-    model: nn.Module, mesh: Mesh, exchange: Exchanging | None = None, flat: bool = True
+    model: nn.Module,
+    mesh: Mesh,
+    exchange: Exchanging | None = None,
+    flat: bool = True,
+    whole: bool = False,
 ) -> dict[str, ExpertRange]:
     """Replace every MoE layer of a model by its distributed form, in place.
 
     Args:
         flat: see `ParallelExperts`.
+        whole: as `WholeMoE`.
 
     Returns:
         name of each expert parameter, as the model now has it, → its place in the whole tensor.
@@ -353,7 +407,7 @@ def split_experts(
     ranges = {}
     for name, layer in [(n, m) for n, m in model.named_modules() if type(m) is MoE]:
         parent, _, child = name.rpartition(".")
-        parallel = expert_parallel(layer, mesh, exchange, transport, flat)
+        parallel = expert_parallel(layer, mesh, exchange, transport, flat, whole)
         setattr(model.get_submodule(parent), child, parallel)
         prefix = f"{name}." if name else ""
         for weight in ("w1", "w2"):

@@ -299,7 +299,9 @@ def plans(config: Config, nproc: int) -> tuple[Config, Plan, Plan]:
     refuse_sharded(config, f"{nproc} processes")
     small = shrunk(config)
     plan, alone = (
-        dataclasses.replace(make_plan(c, world, cuda=cuda), dtype="float32", compile=False)
+        dataclasses.replace(
+            make_plan(c, world, cuda=cuda), dtype="float32", compile=False, whole_blocks=False
+        )
         for c, world in ((small, nproc), (_one(small), 1))
     )
     plan.offload.check_folder()

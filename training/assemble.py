@@ -155,7 +155,7 @@ def make_train_state(
     if plan.compile:  # after the engine has placed the parameters
         routers = max((router.changes for router in routers_of(model)), default=0)
         masks = 0 if state.follower(Sparsity) is None else 2
-        compile_blocks(model, changes=masks + routers)
+        compile_blocks(model, changes=masks + routers, whole=plan.whole_blocks)
     return state
 
 
@@ -185,6 +185,7 @@ def _engine(config: Config, plan: Plan, model: Decoder, device: torch.device) ->
             plan.exchange,
             plan.offload,
             dtype,
+            plan.whole_blocks,
         ),
         num_terms=len(TERMS),
         seed=config.run.seed,

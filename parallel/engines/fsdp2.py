@@ -21,6 +21,7 @@ Known traps (torch 2.13) and how they are met:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from parallel.engines.base import Outcome
@@ -159,11 +166,28 @@ def wrap(model: nn.Module, sharding: Sharding, routers: Sequence[nn.Parameter]) 
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     # By name, as the host's wait for the sizes of an exchange would hold back FSDP's own prefetch:
-    # the experts of a block and the next block are gathered while its attention runs.
+    # the experts of a block and the next block are gathered while its attention runs. A block that
+    # is compiled as a whole needs its experts at its start: those of the next one come along.
     for unit, after in zip(units, [*units[1:], None]):
-        unit.set_modules_to_forward_prefetch([*inner[unit], *([after] if after else [])])
+        unit.set_modules_to_forward_prefetch(_with(unit, after, inner, sharding.whole_blocks))
     for unit, before in zip(units, [None, *units[:-1]]):
-        unit.set_modules_to_backward_prefetch([*inner[unit], *([before] if before else [])])
+        unit.set_modules_to_backward_prefetch(_with(unit, before, inner, sharding.whole_blocks))
+    if sharding.whole_blocks:
+        for experts in itertools.chain(*inner.values()):
+            register_fsdp_forward_method(experts, "around")
+
+
+def _with(
+    unit: nn.Module,
+    next_: nn.Module | None,
+    inner: dict[nn.Module, list[FSDPModule]],
+    whole_blocks: bool,
+) -> list[FSDPModule]:
+    """What is gathered while a unit computes: its experts, the next unit, and its experts too
+    where that is a whole block."""
+    if next_ is None:
+        return inner[unit]
+    return [*inner[unit], next_, *(inner[next_] if whole_blocks else [])]
 
 
 def _to_empty(model: nn.Module, device: torch.device) -> None:

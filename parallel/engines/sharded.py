@@ -47,6 +47,8 @@ class Sharding:
     dtype: torch.dtype = torch.float32
     """Of weights and activations in forward and backward; gradients are reduced in float32
     whatever it is."""
+    whole_blocks: bool = False
+    """Whether blocks will be compiled as a whole, experts included (fsdp2 alone)."""
 
 
 class Place(NamedTuple):
@@ -100,7 +102,9 @@ def prepare(
         ValueError: a trainable parameter in no group.
     """
     group_of = {name: number for number, group in enumerate(groups) for name in group.parameters}
-    ranges = split_experts(model, sharding.mesh, sharding.exchange, flat_experts)
+    ranges = split_experts(
+        model, sharding.mesh, sharding.exchange, flat_experts, sharding.whole_blocks
+    )
     routers = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()

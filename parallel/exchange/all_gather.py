@@ -11,7 +11,8 @@ What computes while rows travel, in forward (backward is the mirror image):
     dispatch        the first half of the own tokens with own experts
     combine         the second half of them, and the shared expert
 
-Only numbers of tokens are told in advance, by the hosts among themselves.
+Only numbers of tokens are told in advance, by the hosts among themselves, unless all are known to
+have equally many (`equal_tokens`): then no host waits for anything.
 
 Shape letters: T tokens, K experts a token, D width, N ranks, R rows sent, Q rows received.
 """
@@ -49,8 +50,8 @@ class AllGatherExchange:
     `rank` and `first_expert`."""
 
     transport: Transport
-    hosts: dist.ProcessGroup
-    """gloo, the ranks of the expert group."""
+    hosts: dist.ProcessGroup | None
+    """gloo, the ranks of the expert group; None: all of them have equally many tokens."""
     rank: int
     ranks: int
     num_experts: int
@@ -62,7 +63,9 @@ class AllGatherExchange:
     """Of routings and sums: auto, triton or reference."""
 
     def tokens(self, count: int) -> np.ndarray:
-        """Numbers of tokens of all ranks, int64 [N]; the hosts wait for each other."""
+        """Numbers of tokens of all ranks, int64 [N]; the hosts wait for each other to tell."""
+        if self.hosts is None:
+            return np.full(self.ranks, count)
         found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         dist.all_gather(found, torch.tensor([count]), group=self.hosts)
         return torch.cat(found).numpy()

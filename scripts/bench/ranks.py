@@ -36,6 +36,7 @@ EXCHANGE_KINDS = {
     "1 chunk": ("kind=all_to_all", "chunks=1"),
     "pairwise": ("kind=pairwise",),
     "all_gather": ("kind=all_gather",),
+    "all_gather, equal tokens": ("kind=all_gather", "equal_tokens=true"),
 }
 
 
@@ -73,7 +74,7 @@ def cases(ranks: list[int], degrees: list[int], engines: list[str], skews: list[
                 found.append(Case(name + "not split", size, nodes, 1, common))
                 continue
             for (kind, options), skew in itertools.product(EXCHANGE_KINDS.items(), skews):
-                if kind == "all_gather" and skew > 1:
+                if kind.startswith("all_gather") and skew > 1:
                     continue
                 label = f"{placement} over {degree}, {kind}" + (f", skew {skew}" * (skew > 1))
                 settings = tuple(f"parallel.exchange.{option}" for option in options)

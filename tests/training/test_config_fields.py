@@ -304,6 +304,9 @@ TURNED = {
     "parallel.exchange.kind": "parallel.exchange.kind=pairwise",
     "parallel.exchange.chunks": "parallel.exchange.chunks=3",
     "parallel.exchange.payload": "parallel.exchange.payload=float8",
+    "parallel.exchange.equal_tokens": (
+        "parallel.exchange.kind=all_gather parallel.exchange.equal_tokens=true"
+    ),
     "parallel.exchange.transport": "parallel.exchange.transport=pull",
     "checkpoint.every_steps": "checkpoint.every_steps=2",
     "checkpoint.keep_last": "checkpoint.keep_last=7",

@@ -246,6 +246,7 @@ def make_plan(
         dtype=dtype,
         # DeepSpeed's hooks cut a block into pieces: minutes of compiling, and little gained.
         compile=on_gpu and engine != "deepspeed" if train.compile == "auto" else train.compile,
+        whole_blocks=train.compile is True and engine == "fsdp2",
         mesh=mesh,
         engine=engine,
         exchange=exchange,

@@ -20,6 +20,8 @@ class Plan:
     dtype: str
     """"float32" or "bfloat16"."""
     compile: bool
+    whole_blocks: bool
+    """Whether split experts are inside of the compiled blocks."""
     mesh: MeshPlan
     """Who holds what."""
     engine: str

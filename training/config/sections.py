@@ -207,7 +207,9 @@ class TrainConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the model's weights and of matrix products. auto: bfloat16 on CUDA."""
     compile: Literal["auto"] | bool = "auto"
-    """torch.compile of the blocks. auto: on CUDA, but not under DeepSpeed."""
+    """torch.compile of the blocks. auto: on CUDA, but not under DeepSpeed; experts of other
+    processes, and their exchange, stay outside of the compiled code. true: under FSDP2 they are
+    part of it, each block without a break."""
     cuda_graph: bool = False
     """Replay the device's work of a step as one CUDA graph instead of launching every kernel: for
     small models, whose steps wait for the host. Keeps the activations' memory between steps."""
