@@ -17,7 +17,14 @@ process) and compares: exit code 1 if the measured peak is more than 8 % from th
     python scripts/estimate.py configs/olmoe_1b_7b.yaml --layouts 16,64,256 --expert 1,2,4,8
 
 --layouts compares how experts can be split over so many GPUs: the cost of a step from bytes over
-links and FLOPs (training/estimate/cost.py; docs/scaling.md).
+links and FLOPs (training/estimate/cost.py; docs/scaling.md). --device-ms and --host-ms, measured by
+scripts/bench/parallel.py rank, take the place of FLOPs over a speed.
+
+    python scripts/estimate.py configs/olmoe_1b_7b.yaml --gpus 1024 --hosts 128 --host-mtbf 20000 \
+        --save-seconds 5 --write-seconds 90 --restart-seconds 300
+
+--host-mtbf, the mean hours between two failures of a host, asks how often to save, and what share
+of the time failures take (training/estimate/failures.py); with --layouts for every number of GPUs.
 """
 
 from __future__ import annotations
@@ -45,6 +52,7 @@ from training.data import load_tokenizer
 from training.device import PEAK_FLOPS, peak_flops
 from training.estimate.cost import Machine, layouts, step_cost
 from training.estimate.counts import active_parameters, parameter_counts
+from training.estimate.failures import Failures
 from training.estimate.flops import counts_first, flops_per_token
 from training.estimate.memory import Memory, checkpoint_bytes, process_memory
 from training.estimate.speed import basis, step_seconds
@@ -101,7 +109,28 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=40,
         help="GB/s per GPU between nodes (default 40)",
     )
+    compare.add_argument(
+        "--device-ms", type=positive,
+        help="measured: time that the GPU computes for a step of one micro-batch",
+    )  # fmt: skip
+    compare.add_argument(
+        "--host-ms", type=positive, default=0.0, help="measured: time to queue that step"
+    )
+    lost = parser.add_argument_group("failures")
+    lost.add_argument(
+        "--host-mtbf", type=positive, metavar="HOURS", help="mean hours between failures of a host"
+    )
+    seconds = bounded(float, least=0)
+    for name, told in (
+        ("save", "for which a save stops the training"),
+        ("write", "until a checkpoint written in the background is complete"),
+        ("restart", "from a failure to the first new step"),
+    ):
+        lost.add_argument(f"--{name}-seconds", type=seconds, help=f"measured: time {told}")
+    lost.add_argument("--step-seconds", type=positive, help="of a step (default: estimated)")
     options = parser.parse_intermixed_args(arguments)
+    if options.host_mtbf and None in (options.save_seconds, options.restart_seconds):
+        parser.error("--host-mtbf needs --save-seconds and --restart-seconds, both measured")
     if options.measure and options.gpus != 1:
         parser.error(f"--measure is of one process; --gpus={options.gpus} must be 1")
     return options
@@ -213,6 +242,42 @@ def show_work(options: argparse.Namespace, config: Config, plan: Plan, total: in
         ("Hugging Face folder", gib(exported), "GiB in bfloat16"),
     ]
     show(title, rows)
+
+
+def failures_of(options: argparse.Namespace, hosts: int) -> Failures:
+    return Failures(
+        options.host_mtbf * 3600 / hosts,
+        # of nothing the best interval would be none
+        max(options.save_seconds, 1e-3),
+        options.restart_seconds,
+        options.write_seconds or 0.0,
+    )
+
+
+def show_failures(options: argparse.Namespace, config: Config, plan: Plan) -> None:
+    """What failures cost with the best interval between checkpoints, and with the config's."""
+    failures = failures_of(options, options.hosts)
+    step = options.step_seconds
+    if step is None and plan.device == "cuda":
+        step = step_time(options, config, plan)[0]
+    if step is None:
+        raise ConfigError("--host-mtbf needs --step-seconds: this step's time is not estimated")
+    steps = max(1, round(failures.best() / step))
+    simulated = failures.simulate(steps * step, MONTH)
+    given = config.checkpoint.every_steps
+    now = f"{failures.lost(given * step):.1%}" if given else "?"
+    rows = [
+        ("failures", f"{MONTH / failures.between:,.1f}", f"a month, of {options.hosts} hosts"),
+        ("best interval", human_time(failures.best()),
+         f"of work between saves; Young's formula: {human_time(failures.young())}"),
+        ("time lost with it", f"{failures.lost(steps * step):.1%}",
+         f"checkpoint.every_steps={steps}; {simulated:.1%} in a simulated month"),
+        ("time lost as given", now, f"checkpoint.every_steps={'null' if given is None else given}"),
+    ]  # fmt: skip
+    show(f"failures, with steps of {step:.3g} s", rows)
+
+
+MONTH = 30 * 24 * 3600.0
 
 
 def step_time(
@@ -419,6 +484,12 @@ def compare(options: argparse.Namespace, config: Config, plan: Plan, memory: Mem
     return 0 if near else 1
 
 
+def lost_at_best(options: argparse.Namespace, gpus: int) -> float:
+    """Share of the time that failures take with the best interval between checkpoints."""
+    failures = failures_of(options, max(1, gpus // options.gpus_per_node))
+    return failures.lost(failures.best())
+
+
 # ---- layouts of experts --------------------------------------------------------------------------
 
 
@@ -427,7 +498,11 @@ def show_layouts(options: argparse.Namespace, config: Config) -> int:
     model, seq_len = config.model.config, config.data.seq_len
     tokens = config.train.micro_batch_size * seq_len
     machine = Machine(
-        options.tflops * 1e12, options.intra_node_gbps * 1e9, options.inter_node_gbps * 1e9
+        options.tflops * 1e12,
+        options.intra_node_gbps * 1e9,
+        options.inter_node_gbps * 1e9,
+        options.device_ms and options.device_ms / 1e3,
+        options.host_ms / 1e3,
     )
     plans = [
         plan
@@ -440,14 +515,20 @@ def show_layouts(options: argparse.Namespace, config: Config) -> int:
             f"--expert={','.join(map(str, options.expert))}: no layout of "
             f"{', '.join(map(str, options.layouts))} GPUs splits {model.num_experts} experts so"
         )
+    speed = f"{options.tflops:g} TFLOP/s"
+    if options.device_ms:
+        speed = f"{options.device_ms:g} ms of the GPU and {options.host_ms:g} ms of the host each"
     print(
-        f"{options.micro_batches} micro-batch(es) of {tokens} tokens per GPU, {options.tflops:g} "
-        f"TFLOP/s, {options.intra_node_gbps:g} GB/s in a node of {options.gpus_per_node}, "
+        f"{options.micro_batches} micro-batch(es) of {tokens} tokens per GPU, {speed}, "
+        f"{options.intra_node_gbps:g} GB/s in a node of {options.gpus_per_node}, "
         f"{options.inter_node_gbps:g} GB/s between nodes"
     )
     print(
         "| GPUs | experts | split over | copies | compute | in node | between | of it tokens "
-        "| all hidden | none hidden |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| all hidden | none hidden |"
+        + (" lost to failures |" if options.host_mtbf else "")
+        + "\n|---|---|---|---|---|---|---|---|---|---|"
+        + ("---|" if options.host_mtbf else "")
     )
     counts = parameter_counts(model)
     for plan in plans:
@@ -458,6 +539,7 @@ def show_layouts(options: argparse.Namespace, config: Config) -> int:
             f"| {1e3 * cost.compute:.0f} ms | {1e3 * cost.intra_node:.0f} "
             f"| {1e3 * cost.inter_node:.0f} | {1e3 * cost.tokens:.0f} "
             f"| {cost.compute / cost.best:.0%} | {cost.compute / cost.worst:.0%} |"
+            + (f" {lost_at_best(options, plan.world):.1%} |" if options.host_mtbf else "")
         )
     return 0
 
@@ -482,6 +564,8 @@ def main(arguments: list[str] | None = None) -> int:
     show_parameters(config, counts)
     show_memory(config, plan, memory)
     show_work(options, config, plan, sum(counts.values()))
+    if options.host_mtbf:
+        show_failures(options, config, plan)
     finish = compare if options.measure else verdict
     return finish(options, config, plan, memory)
 

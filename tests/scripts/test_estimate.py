@@ -422,6 +422,11 @@ def test_verdict_and_exit_code(tmp_path, estimate, capsys, monkeypatch):
         (["--mfu", "30"], "--mfu: 30 must be above 0"),
         (["--measure", "--steps", "0"], "--steps: 0 must be at least 1"),
         (["--measure", "--gpus", "2"], "--gpus=2 must be 1"),
+        (["--host-mtbf", "100"], "--host-mtbf needs --save-seconds and --restart-seconds"),
+        (
+            ["--host-mtbf=100", "--save-seconds=1", "--restart-seconds=9", "run.device=cpu"],
+            "--host-mtbf needs --step-seconds",
+        ),
     ],
 )
 def test_mistakes_end_with_code_2(tmp_path, estimate, capsys, monkeypatch, words, message):
@@ -472,3 +477,31 @@ def test_a_table_that_would_be_empty_or_of_other_nodes_is_refused(estimate, word
         estimate.main([*LAYOUTS, *words])
     (line,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and told in line
+
+
+FAILING = ["--host-mtbf=2000", "--save-seconds=5", "--restart-seconds=300"]
+
+
+def test_how_often_to_save(tmp_path, estimate, capsys, monkeypatch):
+    """8 hosts that each fail every 2,000 hours: sqrt(2 * 5 s * 250 h) is 3,000 s."""
+    monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
+    words = [*FAILING, "--gpus=8", "--hosts=8", "--step-seconds=3", "checkpoint.every_steps=10"]
+    assert estimate.main([str(write(tmp_path)), *words]) == 0
+    text = capsys.readouterr().out
+    lines = {line[2:26].strip(): line for line in text.partition("failures, with")[2].splitlines()}
+    assert "2.9  a month, of 8 hosts" in lines["failures"]
+    assert "Young's formula: 50m00s" in lines["best interval"]
+    assert "0.4%  checkpoint.every_steps=999; " in lines["time lost with it"]
+    assert "14.3%  checkpoint.every_steps=10" in lines["time lost as given"], "5 s each 30 s"
+
+
+def test_layouts_by_measured_times_and_with_failures(estimate, capsys):
+    words = ["--device-ms", "100", "--host-ms", "400", "--micro-batches", "2", *FAILING]
+    assert estimate.main([*LAYOUTS, "8,16384", "--expert", "1", *words]) == 0
+    head, _, _, small, large = capsys.readouterr().out.splitlines()
+    assert "100 ms of the GPU and 400 ms of the host each" in head
+    cells = [cell.strip() for cell in small.split("|")]
+    assert cells[5] == "200 ms", "two micro-batches"
+    assert cells[9] == "25%", "the host takes 800 ms"
+    lost = [float(line.split("|")[11].strip(" %")) for line in (small, large)]
+    assert lost[0] < 0.2 and 10 < lost[1] < 20

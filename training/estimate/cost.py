@@ -35,6 +35,11 @@ class Machine:
     flops: float = 400e12
     intra_node: float = 270e9
     inter_node: float = 40e9
+    device: float | None = None
+    """Measured: seconds that the GPU computes for a step of one micro-batch; takes the place of
+    FLOPs over a speed."""
+    host: float = 0.0
+    """Measured: seconds that the host needs to queue that step."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +53,18 @@ class Cost:
     """Links between nodes: gradients of replicas, and tokens across_nodes."""
     tokens: float
     """Of those, the tokens' share."""
+    host: float = 0.0
+    """Queueing the step, beside all of them."""
 
     @property
     def best(self) -> float:
-        """All hidden: the busiest of the three."""
-        return max(self.compute, self.intra_node, self.inter_node)
+        """All hidden: the busiest of them."""
+        return max(self.compute, self.intra_node, self.inter_node, self.host)
 
     @property
     def worst(self) -> float:
-        """None hidden: one after the other."""
-        return self.compute + self.intra_node + self.inter_node
+        """None hidden: device and links one after the other."""
+        return max(self.compute + self.intra_node + self.inter_node, self.host)
 
 
 def copies(experts: int, k: int, ranks: int) -> float:
@@ -108,10 +115,11 @@ def step_cost(
         intra, bandwidth = intra + sent, machine.intra_node
     flops = flops_per_token(model, seq_len) * tokens * micro_batches
     return Cost(
-        compute=flops / machine.flops,
+        compute=micro_batches * machine.device if machine.device else flops / machine.flops,
         intra_node=intra / machine.intra_node,
         inter_node=inter / machine.inter_node,
         tokens=sent / bandwidth,
+        host=micro_batches * machine.host,
     )
 
 
