@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from models.attention import GroupedQueryAttention
 from models.attention.sdpa import Choice
 from models.config import ModelConfig
 from models.first_weights import DEFAULT, FirstWeights
@@ -62,9 +61,9 @@ def build_model(
     # First without memory: otherwise each layer would fill its weights once just to be overwritten.
     with torch.device("meta"):
         model = Decoder(config, moe_configs).to(dtype)
-    for module in model.modules():
-        if isinstance(module, GroupedQueryAttention):
-            module.choice = attention
+    for block in model.layers:
+        if hasattr(block.attn, "choice"):
+            block.attn.choice = attention
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)

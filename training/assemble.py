@@ -119,7 +119,7 @@ def make_train_state(
     if config.train.cuda_graph:
         own_stream(device)
     attention = pick_attention(
-        config.model.attention, device, DTYPES[plan.dtype], architecture.head_dim
+        config.model.attention, device, DTYPES[plan.dtype], architecture.widest_head
     )
     model = build_model(
         architecture,

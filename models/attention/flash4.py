@@ -48,7 +48,12 @@ def fits(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def flash4(
-    q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, cu_seqlens_N1: Tensor, longest: int
+    q_THC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    cu_seqlens_N1: Tensor,
+    longest: int,
+    scale: float | None = None,
 ) -> Tensor:
     """Each token attends to its document up to itself; [T, H, C].
 
@@ -57,13 +62,23 @@ def flash4(
     Args:
         cu_seqlens_N1: int32 on the device, first token of each document and T.
         longest: at least the tokens of the longest document; sizes the launch.
+        scale: multiplies the scores; None: one over the root of C.
     """
-    return torch.ops.tessera.flash4(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest)[0]
+    return torch.ops.tessera.flash4(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest, scale)[0]
+
+
+def _scaled(scale: float | None) -> dict[str, float]:
+    return {} if scale is None else {"softmax_scale": scale}
 
 
 @torch.library.custom_op("tessera::flash4", mutates_args=())
 def _flash4(
-    q_THC: Tensor, k_TGC: Tensor, v_TGC: Tensor, cu_seqlens_N1: Tensor, longest: int
+    q_THC: Tensor,
+    k_TGC: Tensor,
+    v_TGC: Tensor,
+    cu_seqlens_N1: Tensor,
+    longest: int,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
@@ -77,12 +92,13 @@ def _flash4(
         max_seqlen_k=longest,
         causal=True,
         return_lse=True,
+        **_scaled(scale),
     )
     return y_THC, lse_HT
 
 
 @_flash4.register_fake
-def _(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest):
+def _(q_THC, k_TGC, v_TGC, cu_seqlens_N1, longest, scale=None):
     tokens, heads, _ = q_THC.shape
     return q_THC.new_empty(q_THC.shape), q_THC.new_empty((heads, tokens), dtype=torch.float32)
 
@@ -97,6 +113,7 @@ def _flash4_backward(
     lse_HT: Tensor,
     cu_seqlens_N1: Tensor,
     longest: int,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -113,23 +130,24 @@ def _flash4_backward(
         max_seqlen_q=longest,
         max_seqlen_k=longest,
         deterministic=True,
+        **_scaled(scale),
     )
 
 
 @_flash4_backward.register_fake
-def _(grad_THC, q_THC, k_TGC, v_TGC, y_THC, lse_HT, cu_seqlens_N1, longest):
+def _(grad_THC, q_THC, k_TGC, v_TGC, y_THC, lse_HT, cu_seqlens_N1, longest, scale=None):
     return tuple(part.new_empty(part.shape) for part in (q_THC, k_TGC, v_TGC))
 
 
 def _save(ctx, inputs, output) -> None:
-    q_THC, k_TGC, v_TGC, cu_seqlens_N1, ctx.longest = inputs
+    q_THC, k_TGC, v_TGC, cu_seqlens_N1, ctx.longest, ctx.scale = inputs
     ctx.save_for_backward(q_THC, k_TGC, v_TGC, *output, cu_seqlens_N1)
 
 
 @first_order
 def _backward(ctx, grad_THC: Tensor, _: Tensor):
-    grads = torch.ops.tessera.flash4_backward(grad_THC, *ctx.saved_tensors, ctx.longest)
-    return *grads, None, None
+    grads = torch.ops.tessera.flash4_backward(grad_THC, *ctx.saved_tensors, ctx.longest, ctx.scale)
+    return *grads, None, None, None
 
 
 _flash4.register_autograd(_backward, setup_context=_save)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention.cache import KeysValues, KVCache
+from models.attention.cost import AttentionCost
 from models.attention.sdpa import Choice, cached_attention, packed_attention, row_attention
 from models.config import ModelConfig
 from models.norm import RMSNorm
@@ -67,6 +68,17 @@ class GroupedQueryAttention(nn.Module):
         shape = (rows, capacity, self.kv_heads, self.head_dim)
         keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         return KeysValues(keys, values)
+
+    def cost(self) -> AttentionCost:
+        """What it costs in training."""
+        turned = (self.heads + self.kv_heads) * self.head_dim
+        return AttentionCost(
+            weights=sum(linear.weight.numel() for linear in (self.q, self.k, self.v, self.o)),
+            scores=self.heads * self.head_dim,
+            values=self.heads * self.head_dim,
+            normed=turned if self.qk_norm != "none" else 0,
+            moved=turned,
+        )
 
     def forward(
         self,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from models.attention.gqa import GroupedQueryAttention
 from models.config import TENSOR_NAMES, ModelConfig
-from models.engines import LINEAR_ROPE, Feature, linear_rope, no, wrong
+from models.engines import Feature, no, otherwise, rope_rows, wrong
 
 
 class Mixtral(ModelConfig):
@@ -68,12 +68,7 @@ class Mixtral(ModelConfig):
             {"head_dim": 64},
             {"mistral.rs": no("does not load a mixtral whose head_dim is not hidden_size / heads")},
         ),
-        Feature(
-            "linear RoPE scaling",
-            linear_rope,
-            LINEAR_ROPE,
-            {"mistral.rs": wrong("ignores linear RoPE scaling")},
-        ),
+        *rope_rows(mistral_rs=otherwise("linear", "yarn", "llama3")),
         Feature(
             "hidden_act other than silu",
             lambda c: c.hidden_act != "silu",

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from models.attention.gqa import GroupedQueryAttention
 from models.config import ModelConfig
-from models.engines import LINEAR_ROPE, Feature, linear_rope, no, wrong
+from models.engines import ROPE_SCALINGS, Feature, no, otherwise, rope_rows, wrong
 
 NOT_THERE = no("has no olmoe")
 
@@ -119,7 +119,9 @@ class Olmoe(ModelConfig):
                 "mistral.rs": NOT_THERE,
             },
         ),
-        Feature("linear RoPE scaling", linear_rope, LINEAR_ROPE, {"mistral.rs": NOT_THERE}),
+        *rope_rows(
+            mistral_rs=dict.fromkeys(ROPE_SCALINGS, NOT_THERE), llama_cpp=otherwise("llama3")
+        ),
         Feature(
             "hidden_act other than silu",
             lambda c: c.hidden_act != "silu",

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from models.attention.gqa import GroupedQueryAttention
 from models.config import Count, ModelConfig, Positive, Size
-from models.engines import LINEAR_ROPE, Feature, linear_rope, no, wrong
+from models.engines import Feature, no, otherwise, rope_rows, wrong
 
 
 class Qwen3Moe(ModelConfig):
@@ -98,12 +98,7 @@ class Qwen3Moe(ModelConfig):
                 "mistral.rs": wrong("drops all attention biases of a qwen3_moe"),
             },
         ),
-        Feature(
-            "linear RoPE scaling",
-            linear_rope,
-            LINEAR_ROPE,
-            {"mistral.rs": wrong("ignores linear RoPE scaling")},
-        ),
+        *rope_rows(mistral_rs=otherwise("linear", "yarn", "llama3"), llama_cpp=otherwise("llama3")),
         Feature(
             "hidden_act other than silu",
             lambda c: c.hidden_act != "silu",

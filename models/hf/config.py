@@ -13,6 +13,7 @@ from typing import Any
 
 from models.config import FAMILIES, KEPT_FACTOR, ModelConfig
 from models.errors import UserError
+from models.hf.quantized import quantised_format
 from models.rope import normal_rope_scaling
 
 # Names of one quantity over families and versions.
@@ -127,14 +128,14 @@ def fields_from_hf(
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"model_type={name!r} is not supported; allowed: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    raw = {key: value for key, value in raw.items() if key not in ignore_keys}
+    raw = family.read_hf({key: value for key, value in raw.items() if key not in ignore_keys})
     _refuse_unsupported(raw, name, family)
 
     fields: dict[str, Any] = {"family": name, **family.hf_token_ids}
     unknown = []
     for key, value in raw.items():
-        if key in _EXPERT_COUNT_KEYS or key in _ROPE_KEYS or key in _CHECKED:
-            continue  # _one_of, _rope_fields and _refuse_unsupported read them
+        if key in _EXPERT_COUNT_KEYS or key in _ROPE_KEYS:
+            continue  # _one_of and _rope_fields read them
         if key == KEPT_FACTOR:
             fields["routed_scaling_factor"] = value
         elif key == "routed_scaling_factor" and not family.has_scaling_factor:
@@ -142,6 +143,8 @@ def fields_from_hf(
                 unknown.append(key)
         elif key in family.model_fields and key != "family":
             fields[key] = value
+        elif key in _CHECKED:
+            continue  # _refuse_unsupported reads them
         elif key not in _BOOKKEEPING and not _changes_nothing(key, value, family):
             unknown.append(key)
     if fields.get("tie_word_embeddings") is True and not family.can_tie:
@@ -242,8 +245,9 @@ def _refuse_unsupported(raw: dict[str, Any], name: str, family: type[ModelConfig
     for key in ("attention_dropout", "router_jitter_noise"):
         if raw.get(key):
             refuse(key, "0")
-    for key in ("quantization_config", "auto_map", "rope_interleave", "mlp_bias"):
-        if raw.get(key):
+    quantised_format(raw)  # refuses those that cannot be read
+    for key in ("auto_map", "rope_interleave", "mlp_bias"):
+        if raw.get(key) and key not in family.model_fields:
             refuse(key, "none")
     if raw.get("scoring_func") not in (None, family.router_score):
         refuse("scoring_func", "the family's own")

@@ -23,6 +23,7 @@ from models.errors import UserError
 from models.hf.config import config_from_hf, read_config_json
 from models.hf.files import list_problems, tensor_files
 from models.hf.names import Entry, entries, fused_names, layer_of
+from models.hf.quantized import quantised_format
 from models.transformer import Decoder
 
 
@@ -67,12 +68,19 @@ class HfWeights:
         """
         self._files = tensor_files(folder)
         self._opened: dict[Path, Any] = {}
+        self._format = quantised_format(_config_of(folder))
         self._shapes = meta_tensors(config)
         names = set(self._files)
         if drop_mtp:
             names = {name for name in names if not _is_mtp(name, config)}
         fused = {i for i in config.moe_layers if names & set(fused_names(config, i))}
         plan = entries(config, self._shapes, fused)
+        self._parts: dict[str, tuple[str, ...]] = {}
+        if self._format is not None:
+            stored = {entry.name: self._format.parts(entry.name) for entry in plan}
+            self._parts = {n: parts for n, parts in stored.items() if names.issuperset(parts)}
+            names -= {part for parts in self._parts.values() for part in parts}
+            names |= self._parts.keys()
         unknown = names - {entry.name for entry in plan}
         embedding, head = (f"{config.tensor_names[name]}.weight" for name in ("embed", "head"))
         tied_copy = config.tie_word_embeddings and head in unknown
@@ -87,13 +95,9 @@ class HfWeights:
         wrong = []
         for entry in plan:
             if entry.name in names:
-                found = self._open(entry.name).get_slice(entry.name)
-                shape, expected = tuple(found.get_shape()), entry.shape(self._shapes[entry.source])
-                kind = found.get_dtype()
-                if shape != expected:
-                    wrong.append(f"{entry.name} {list(shape)} instead of {list(expected)}")
-                elif kind not in ("F64", "F32", "F16", "BF16"):
-                    wrong.append(f"{entry.name} is {kind}: quantised weights are not read")
+                expected = entry.shape(self._shapes[entry.source])
+                if problem := self._problem(entry.name, expected):
+                    wrong.append(problem)
         if missing or unknown or wrong:
             hint = ""
             if any(_is_mtp(name, config) for name in unknown):
@@ -145,16 +149,44 @@ class HfWeights:
             self._opened[file] = safe_open(file, framework="pt", device="cpu")
         return self._opened[file]
 
+    def _stored(self, name: str) -> tuple[tuple[int, ...], str]:
+        found = self._open(name).get_slice(name)
+        return tuple(found.get_shape()), found.get_dtype()
+
+    def _problem(self, name: str, expected: tuple[int, ...]) -> str | None:
+        """What is wrong with a tensor of the folder that is to have this shape."""
+        if name in self._parts:
+            stored = [self._stored(part) for part in self._parts[name]]
+            problem = self._format.problem(stored, expected)
+            return problem and f"{name} {problem}"
+        shape, kind = self._stored(name)
+        if shape != expected:
+            return f"{name} {list(shape)} instead of {list(expected)}"
+        if kind not in ("F64", "F32", "F16", "BF16"):
+            return (
+                f"{name} is {kind}: quantised weights are not read without a format in config.json"
+            )
+        return None
+
     def _tensor(self, name: str, rows: range | None = None) -> Tensor:
+        if name in self._parts:
+            return self._format.read([self._plain(part, rows) for part in self._parts[name]])
+        return self._plain(name, rows)
+
+    def _plain(self, name: str, rows: range | None = None) -> Tensor:
         if rows is None:
             return self._open(name).get_tensor(name)
         return self._open(name).get_slice(name)[rows.start : rows.stop]
 
 
+def _config_of(folder: str | Path) -> dict[str, Any]:
+    config = Path(folder) / "config.json"
+    return read_config_json(config) if config.is_file() else {}
+
+
 def says_tied(folder: str | Path) -> bool:
     """Whether a folder's config.json ties the output matrix to the embedding."""
-    config = Path(folder) / "config.json"
-    return config.is_file() and read_config_json(config).get("tie_word_embeddings") is True
+    return _config_of(folder).get("tie_word_embeddings") is True
 
 
 def _is_mtp(name: str, config: ModelConfig) -> bool:

@@ -163,7 +163,7 @@ def test_our_balance_loss_from_their_router_logits(case: str) -> None:
             assert difference < 1e-9, name
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_fifty_steps_of_training(case: str) -> None:
     """The same AdamW on both, in float32: losses stay together."""
     ours, theirs = pair(case, torch.float32, initializer_range=0.1, num_hidden_layers=2)

@@ -83,9 +83,50 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "hidden_act": "relu",
     },
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 5,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-3,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "deepseek_v3_plain": {
+        "family": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 12,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 0,
+        "rope_interleave": False,
+        "hidden_act": "gelu",
+    },
 }
 # One case per family.
-FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe")
+FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3")
 
 
 def tiny_config(case: str = "qwen3_moe", **changes: Any) -> ModelConfig:
@@ -132,6 +173,7 @@ def transformers_in_float64() -> Iterator[None]:
     Its own code runs: the functions that say `torch.float32`, `torch.float` or `.float()` are given
     a `torch` in which these mean float64, and Mixtral's `.float()` a Tensor method that does.
     """
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
     from transformers.models.glm4_moe import modeling_glm4_moe
     from transformers.models.mixtral import modeling_mixtral
     from transformers.models.olmoe import modeling_olmoe
@@ -140,7 +182,13 @@ def transformers_in_float64() -> Iterator[None]:
     wide = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     wide.float32 = wide.float = torch.float64
     undo = []
-    for module in (modeling_qwen3_moe, modeling_olmoe, modeling_mixtral, modeling_glm4_moe):
+    for module in (
+        modeling_qwen3_moe,
+        modeling_olmoe,
+        modeling_mixtral,
+        modeling_glm4_moe,
+        modeling_deepseek_v3,
+    ):
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__name__.endswith(("RMSNorm", "Router")):
                 plain = value.forward

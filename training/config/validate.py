@@ -154,7 +154,7 @@ def _check_rounding(config: Config, rows: int) -> None:
 
 def _check_graph(config: Config, plan: Plan) -> None:
     """ConfigError for what cannot be captured as a CUDA graph, by name."""
-    router, width = config.router, config.model.config.head_dim
+    router, width = config.router, config.model.config.widest_head
     random = router.noise is not None or getattr(router.selection, "kind", None) == "sample"
     random |= router.rounding is not None and router.rounding.to in ("stochastic", "systematic")
     counted = router.balance is not None and router.balance.kind == "global"
@@ -176,7 +176,7 @@ def _check_graph(config: Config, plan: Plan) -> None:
             "train.sparsity, whose masks come by the number of the step",
             "one of the two",
         ),
-        (width % 8 or width > 256, f"model.head_dim={width}", "multiples of 8 up to 256"),
+        (width % 8 or width > 256, f"heads of width {width}", "multiples of 8 up to 256"),
         (
             counted and plan.accumulation > 1,
             f"router.balance.kind=global and {plan.accumulation} micro-batches in a step",

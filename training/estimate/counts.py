@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
+import torch
+
+from models.attention import AttentionCost
 from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from parallel.mesh import MeshPlan
@@ -17,6 +21,18 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
     for name, parameter in model.named_parameters():
         counts[kinds[name]] = counts.get(kinds[name], 0) + parameter.numel()
     return counts
+
+
+def attention_costs(config: ModelConfig) -> tuple[AttentionCost, ...]:
+    """What the attention of each layer costs, as its kind says."""
+    return _attention_costs(type(config), config.model_dump_json())
+
+
+@functools.lru_cache(maxsize=8)  # every log step asks
+def _attention_costs(family: type[ModelConfig], fields: str) -> tuple[AttentionCost, ...]:
+    config = family.model_validate_json(fields)
+    with torch.device("meta"):
+        return tuple(config.attention(i).cost() for i in range(config.num_hidden_layers))
 
 
 def active_parameters(config: ModelConfig, counts: Mapping[str, int]) -> int:

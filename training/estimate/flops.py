@@ -5,7 +5,7 @@ checkpointing, no padding of tiles, no optimizer. A multiply-add is 2 FLOPs, and
 costs twice the forward pass, hence
 
     FLOPs per token = 6 * (weights in matrix products that one token meets) + attention
-    attention       = 6 * layers * query heads * head_dim * (seq_len + 1)
+    attention       = 3 * layers * heads * (key width + value width) * (seq_len + 1)
 
 The weights a token meets: attention projections, router, K experts and the shared ones, dense MLPs,
 the output matrix; the embedding is a look-up and counts nothing. Experts of different widths count
@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig
+from training.estimate.counts import attention_costs
 from training.optim.schedule import top_k_schedule
 
 if TYPE_CHECKING:
@@ -37,13 +38,12 @@ def matmul_weights(
         counts_LE: tokens of each expert of each MoE layer, on the host; None: equally many.
     """
     wide = iter(mean_widths(config, counts_LE))
-    d, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    attention = d * config.head_dim * (2 * heads + 2 * kv)
+    d = config.hidden_size
     active = total = d * config.vocab_size
-    for layer in range(config.num_hidden_layers):
+    for layer, attention in enumerate(attention_costs(config)):
         moe = config.moe_config(layer)
-        active += attention
-        total += attention
+        active += attention.weights
+        total += attention.weights
         if moe is None:
             active += 3 * d * config.intermediate_size
             total += 3 * d * config.intermediate_size
@@ -88,8 +88,8 @@ def flops_per_token(
     """FLOPs of forward and backward pass for one token of a row of `seq_len`; `top_k` and
     `counts_LE` as above."""
     active, _ = matmul_weights(config, top_k, counts_LE)
-    width = config.num_attention_heads * config.head_dim
-    return 6.0 * active + 6.0 * config.num_hidden_layers * width * (seq_len + 1)
+    pair = sum(cost.scores + cost.values for cost in attention_costs(config))
+    return 6.0 * active + 3.0 * pair * (seq_len + 1)
 
 
 def counts_first(config: Config, accumulation: int) -> bool:

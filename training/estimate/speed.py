@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from models.build import build_model, parameter_kinds
 from training.assemble import DTYPES
 from training.device import PEAK_FLOPS
-from training.estimate.counts import held, parameter_counts
+from training.estimate.counts import attention_costs, held, parameter_counts
 from training.estimate.flops import counts_first, mean_widths
 from training.optim.groups import parameter_groups
 from training.optim.newton_schulz import flops
@@ -128,25 +128,21 @@ def _blocks(
     """Seconds of all blocks of one micro-batch by part, forward and backward; and of the head, both
     together."""
     model: ModelConfig = config.model.config
-    d, heads, groups = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
-    turned = (heads + groups) * model.head_dim
-    values = {
-        "norm": 2 * d + (turned if model.qk_norm != "none" else 0),
-        "rotation": turned,
-        "residual": d,
-    }
+    d = model.hidden_size
     moved = FUSED if plan.compile else EAGER
     parts = ("attention", "dense products", "experts", "combine", "norms and rotations")
     forward, backward = dict.fromkeys(parts, 0.0), dict.fromkeys(parts, 0.0)
     wide = iter(mean_widths(model))
-    for layer in range(model.num_hidden_layers):
-        seen = tokens * (length + 1) / 2 * heads * model.head_dim
-        forward["attention"] += 4 * seen / ATTENTION[0]
-        backward["attention"] += 10 * seen / ATTENTION[1]
+    for layer, attention in enumerate(attention_costs(model)):
+        values = {"norm": 2 * d + attention.normed, "rotation": attention.moved, "residual": d}
+        pairs = tokens * (length + 1) / 2
+        forward["attention"] += 2 * pairs * (attention.scores + attention.values) / ATTENTION[0]
+        products = 3 * attention.scores + 2 * attention.values  # one of them is forward's, again
+        backward["attention"] += 2 * pairs * products / ATTENTION[1]
         for kind, count in values.items():
             for side, size in zip((forward, backward), moved[kind]):
                 side["norms and rotations"] += tokens * count * size / MEMORY
-        dense = d * (turned + turned)  # of q and k; of v and the output, as wide
+        dense = attention.weights
         moe = model.moe_config(layer)
         if moe is None:
             dense += 3 * d * model.intermediate_size

@@ -106,7 +106,7 @@ def what_runs(state: RunState) -> Iterator[str]:
     yield f"kernels: {f'experts {experts}, ' if experts else ''}loss {loss}"
     choices = {getattr(m, "choice", "pytorch") for m in state.model.modules()}
     choice = "flash4" if "flash4" in choices else "pytorch"
-    by = packed_backend(state.device, dtype, state.model.config.head_dim, choice)
+    by = packed_backend(state.device, dtype, state.model.config.widest_head, choice)
     names = {
         "flash4": "FlashAttention-4",
         "flash": "flash, of packed documents",

@@ -86,7 +86,8 @@ def test_documents_are_isolated(family: str) -> None:
     Every token uses all experts here: with fewer, the first document changes how many tokens share
     an expert's matrix product with the second, and with that the product's last bits.
     """
-    groups = {"n_group": 1, "topk_group": 1} if family == "glm4_moe" else {}
+    grouped = family in ("glm4_moe", "deepseek_v3")
+    groups = {"n_group": 1, "topk_group": 1} if grouped else {}
     config = tiny_config(family, num_experts_per_tok=8, **groups)
     # so no bias has anything to balance
     model = build_model(config, seed=5, router=RouterConfig(bias=None))
