@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(heads: int) -> Tensor:
-        shape = (args.rows * length, heads, model.head_dim)
+        shape = (args.rows * length, heads, model.widest_head)
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     grad = draw(heads)
     lengths = documents.lengths
     header(
-        f"{heads} heads, {kv_heads} of keys and values, width {model.head_dim}; {len(lengths)} "
+        f"{heads} heads, {kv_heads} of keys and values, width {model.widest_head}; {len(lengths)} "
         f"documents of {min(lengths)} to {max(lengths)} tokens in {args.rows} rows; {plan.dtype}"
     )
     ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
