@@ -69,6 +69,8 @@ class Sparsity(Follower):
         self.masks = {name: DynamicMask(w, schedule) for name, w in self.weights.items()}
         self._gradients: dict[str, Tensor] = {}
         self._cleared = False  # hidden weights and states are known to be zero
+        # An update of whole matrices moves weights whose gradient and states are zero.
+        self._moves_zeros = optimizer.rule.granularity == "matrices"
         self.step = 1
 
     @staticmethod
@@ -96,12 +98,7 @@ class Sparsity(Follower):
         for name, layer in self.layers:
             layer.masks = [self.masks[f"{name}.{key}"] for key in ("w1", "w2")] if soft else []
         if hard and not self._cleared:
-            held = self.optimizer.tensors()
-            for name in self.masks:
-                for kind in ("weights", *self.optimizer.states(name)):
-                    self._clear(name, held[f"{kind}/{name}"])
-            self.optimizer.loaded()  # the model's own weights follow the master weights
-            self._cleared = True
+            self._clear_hidden()
 
     @torch.no_grad()
     def before_update(self) -> None:
@@ -118,6 +115,8 @@ class Sparsity(Follower):
     @torch.no_grad()
     def after_update(self, stats: RouterStats | None, applied: Tensor) -> None:
         step = self.step
+        if self._moves_zeros and self.hard(step):
+            self._clear_hidden()
         if not self.schedule.due(step):
             return
         held = self.optimizer.tensors()
@@ -131,6 +130,15 @@ class Sparsity(Follower):
             if step != self.schedule.last:
                 mask.keep.copy_(torch.where(applied > 0, mask.keep, before))
         self._cleared = False
+
+    def _clear_hidden(self) -> None:
+        """Zeros for hidden weights and their states."""
+        held = self.optimizer.tensors()
+        for name in self.masks:
+            for kind in ("weights", *self.optimizer.states(name)):
+                self._clear(name, held[f"{kind}/{name}"])
+        self.optimizer.loaded()  # the model's own weights follow the master weights
+        self._cleared = True
 
     def _clear(self, name: str, flat: Tensor) -> None:
         values = flat.view(self.weights[name].shape)

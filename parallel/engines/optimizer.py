@@ -118,7 +118,8 @@ def store_all(
             own = {name: these[number] for name, these in states.items()}
             piece.store(scalars, weights[number], **own)
         return
-    kept = [torch.where(scalars.keep > 0, *pair) for pair in zip(values, targets)]
+    applied = scalars.keep > 0
+    kept = [torch.where(applied, *pair) for pair in zip(values, targets)]
     torch._foreach_copy_(targets, kept)
     copied = [piece for piece in pieces if piece.copy is not None]
     if copied:

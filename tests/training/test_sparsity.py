@@ -14,6 +14,7 @@ from models.build import build_model, parameter_kinds
 from models.config import ModelConfig
 from moe.sparse.dynamic import MaskSchedule
 from parallel import World
+from parallel.engines.local import LocalEngine
 from tests.engines import local_engine
 from tests.training.test_loop import batch_of, router, rows, state_of
 from tests.training.tiny import MODEL
@@ -23,6 +24,7 @@ from training.config.build import ConfigError, load_config, make_plan
 from training.config.export_compat import acting
 from training.config.validate import check_run
 from training.optim.groups import parameter_groups
+from training.optim.muon import Muon
 from training.report.files import read_lines
 from training.sparsity import Sparsity
 from training.step import agree_on_step, end_step, train_step
@@ -32,11 +34,13 @@ SOFT = ["train.sparsity.density=0.25", "train.sparsity.every=2", "train.sparsity
 HARD = [*SOFT, "train.sparsity.kind=regrow"]
 
 
-def make(dtype=torch.float32, **schedule):
+def make(dtype=torch.float32, muon=False, **schedule):
     config = ModelConfig(**MODEL, initializer_range=0.3)
     model = build_model(config, seed=1, dtype=dtype, router=router(balance=0.1))
-    groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1)
+    groups = parameter_groups(model, parameter_kinds(model), weight_decay=0.1, by_matrix=muon)
     optimizer = local_engine(groups, clip_norm=1.0)
+    if muon:
+        optimizer = LocalEngine(model, groups, Muon(), num_terms=3)
     good = {"density": 0.25, "every": 3, "start": 2, "end": 2, "until": 8}
     return model, optimizer, Sparsity(model, optimizer, MaskSchedule(**{**good, **schedule}))
 
@@ -54,6 +58,7 @@ def run(steps, **schedule):
     """(weights, moments, mask) of one matrix after each step."""
     model, optimizer, sparsity = make(**schedule)
     sparsity.prepare_step(1)
+    state = optimizer.states(W1)[0]
     seen = []
     for step in range(1, steps + 1):
         step_once(model, optimizer, sparsity, step)
@@ -61,7 +66,7 @@ def run(steps, **schedule):
         seen.append(
             {
                 "weights": held[f"weights/{W1}"].view_as(sparsity.weights[W1]).clone(),
-                "moments": held[f"exp_avg/{W1}"].view_as(sparsity.weights[W1]).clone(),
+                "moments": held[f"{state}/{W1}"].view_as(sparsity.weights[W1]).clone(),
                 "mask": sparsity.masks[W1].entries(sparsity.weights[W1]).clone(),
                 "computed": model.layers[0].moe.weights()[0].detach().clone(),
                 "density": sparsity.metrics()["weight_density"].item(),
@@ -99,8 +104,10 @@ def test_straight_through_learns_behind_the_mask_until_it_ends():
     assert not torch.equal(at[9]["weights"], at[8]["weights"])
 
 
-def test_regrowth_hides_for_good_and_starts_anew():
-    seen = run(9, method="regrow", regrow=0.5)
+@pytest.mark.parametrize("muon", [False, True])
+def test_regrowth_hides_for_good_and_starts_anew(muon):
+    """Muon moves all weights of a matrix, also those without gradient."""
+    seen = run(9, method="regrow", regrow=0.5, muon=muon)
     for step in range(2, 10):
         now = seen[step - 1]
         assert not now["weights"][~now["mask"]].any()

@@ -209,7 +209,7 @@ class Saver:
     def _open(self, snapshot: Snapshot, temporary: Path) -> None:
         if snapshot.finite is not None and not bool(snapshot.finite):
             raise NonFiniteWeights(
-                f"weights or Adam moments are not finite at step {snapshot.step}: no checkpoint "
+                f"weights or optimizer states are not finite at step {snapshot.step}: no checkpoint "
                 f"was written, the earlier ones are kept"
             )
         if self.world.main:
