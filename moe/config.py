@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -63,7 +63,7 @@ TOP_KS: Table = {
     "steps": StepsTopK,
 }
 SELECTIONS: Table = {"ema": EmaSelection, "sample": SampledSelection}
-LOGITS: Table = {"amplitude": Amplitudes}
+PROBABILITIES: Table = {"amplitude": Amplitudes}
 NOISES: Table = {"jitter": Jitter, "dropout": ExpertDropout}
 GRADIENTS: Table = {"default": DefaultGradient}
 
@@ -71,7 +71,7 @@ Balance = one_of(BALANCES, default="global", words=("auto",))
 Bias = one_of(BIASES, words=("auto",))
 TopK = one_of(TOP_KS)
 Selection = one_of(SELECTIONS)
-Logits = one_of(LOGITS)
+Score = one_of(PROBABILITIES, words=("softmax", "sigmoid", "sqrtsoftplus"))
 Noise = one_of(NOISES)
 Gradient = one_of(GRADIENTS)
 
@@ -79,8 +79,9 @@ Gradient = one_of(GRADIENTS)
 class RouterConfig(Settings):
     """How tokens are spread over experts. docs/routing.md says when to touch what."""
 
-    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] | None = None
-    """How logits become scores; `null`: as the family has it."""
+    score: Score | None = None
+    """How logits become scores: softmax, sigmoid, sqrtsoftplus, or {kind: amplitude}; `null`: as
+    the family has it."""
     z_coef: Annotated[float, Field(ge=0)] = 0.001
     """Weight of the router z-loss (squared log-sum-exp of the logits)."""
     balance: Balance | None = "auto"
@@ -95,8 +96,6 @@ class RouterConfig(Settings):
     evaluation and export always take."""
     selection: Selection | None = None
     """What chooses a token's experts in place of its best scores."""
-    logits: Logits | None = None
-    """How logits come from the router's weights in place of one row an expert."""
     noise: Noise | None = None
     """Noise on the choice while training; none is known to help pretraining."""
     capacity: Capacity | None = None
@@ -197,7 +196,8 @@ class MoEConfig:
         if not isinstance(self.router, RouterConfig):
             raise TypeError(f"router={self.router!r} must be a RouterConfig")
         router = self.router.resolved(self.score, self.selection_bias)
-        object.__setattr__(self, "score", router.score)
+        score = "softmax" if isinstance(router.score, RuleSettings) else router.score
+        object.__setattr__(self, "score", score)
         object.__setattr__(self, "router", router)
         self._check_sizes()
         self._check_experts()

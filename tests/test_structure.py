@@ -40,7 +40,7 @@ OPTIONAL = {
 """Packages that may be missing or are slow to import; functions import them when they need them."""
 MAX_PARAMETERS = 10
 MAX_SETTINGS_OF_A_KIND = 10
-MAX_PLAIN_SETTINGS = 110
+MAX_PLAIN_SETTINGS = 109
 """Settings that every run has, whatever it chooses. May only be lowered."""
 
 Trees = Mapping[str, ast.Module]

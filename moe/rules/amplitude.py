@@ -8,7 +8,7 @@ Classical sampling, no family has it.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,13 +37,6 @@ class Amplitudes(RuleSettings):
 
     def build(self, form: Form, device: torch.device | str | None = None) -> Rule:
         return _Amplitudes(self, form, device)
-
-    def check(self, form: Form, router: Any) -> None:
-        if form.score != "softmax":
-            raise ValueError(
-                "router.logits.kind=amplitude has probabilities of its own, which "
-                f"score={form.score!r} does not give; allowed: softmax"
-            )
 
 
 class _Amplitudes(Rule):

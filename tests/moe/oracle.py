@@ -26,7 +26,9 @@ def layer_config(**fields) -> MoEConfig:
     """Of a small layer; fields of a `RouterConfig` are its router's, which has no bias unless one
     is given."""
     sizes = {"hidden_size": 6, "expert_size": 5, "num_experts": 7, "num_experts_per_tok": 2}
-    keys = RouterConfig.model_fields.keys() - {"score"}
+    keys = RouterConfig.model_fields.keys()
+    if isinstance(fields.get("score", ""), str):  # identity is the layer's alone
+        keys -= {"score"}
     router = {"bias": None} | {key: fields.pop(key) for key in keys & fields.keys()}
     return MoEConfig(**{**sizes, "router": RouterConfig(**router), **fields})
 

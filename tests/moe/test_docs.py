@@ -81,7 +81,7 @@ def test_every_rule_has_its_line_in_the_table():
         "rounding": {"": config.Rounding},
         "top_k": config.TOP_KS,
         "selection": config.SELECTIONS,
-        "logits": config.LOGITS,
+        "score": config.PROBABILITIES,
         "noise": config.NOISES,
         "capacity": {"": config.Capacity},
         "gradient": config.GRADIENTS,

@@ -91,7 +91,7 @@ def test_layer_keeps_h_and_three_small_arrays(save, with_losses, make):
     {"score": "sigmoid", "selection_bias": True, "route_scale": 2.5, "bias": None},
     {"norm": "softmax_topk"}, {"norm": "none"}, {"noise": {"kind": "jitter", "size": 0.1}},
     {"score": "sqrtsoftplus", "groups": 4, "groups_kept": 2},
-    {"logits": {"kind": "amplitude"}}, {"balance": {"kind": "sequence"}},
+    {"score": {"kind": "amplitude"}}, {"balance": {"kind": "sequence"}},
     {"noise": {"kind": "dropout", "probability": 0.2}},
     {"start_experts": 11}, {"start_experts": 11, "families": True},
 ], ids=str)  # fmt: skip

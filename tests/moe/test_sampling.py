@@ -99,7 +99,7 @@ def test_amplitudes():
         num_experts=4,
         num_experts_per_tok=2,
         hidden_size=1,
-        logits={"kind": "amplitude"},
+        score={"kind": "amplitude"},
     )
     assert layer.router.weight.shape == (8, 1)
     want = torch.tensor([0.41379, 0.28736, 0.28736, 0.01149], dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_amplitudes():
 
 
 def test_real_amplitudes_are_a_softmax_of_logarithms():
-    layer = make_layer(logits={"kind": "amplitude"})
+    layer = make_layer(score={"kind": "amplitude"})
     with torch.no_grad():
         layer.router.weight[1::2] = 0
     x = torch.randn(20, 6, dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_real_amplitudes_are_a_softmax_of_logarithms():
 
 def test_amplitudes_learn():
     layer = make_layer(
-        selection={"kind": "sample", "temperature": 1.0}, logits={"kind": "amplitude"}
+        selection={"kind": "sample", "temperature": 1.0}, score={"kind": "amplitude"}
     )
     x = torch.randn(30, 6, dtype=torch.float64)
     y, _ = layer(x)
@@ -147,10 +147,6 @@ def test_amplitudes_learn():
         (
             {"score": "sigmoid", "selection_bias": True, "selection": DRAWN},
             "kind=sample .* does not go with the family's selection bias",
-        ),
-        (
-            {"score": "sigmoid", "logits": {"kind": "amplitude"}},
-            "kind=amplitude has probabilities of its own, which score='sigmoid' does not give",
         ),
     ],
 )

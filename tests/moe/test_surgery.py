@@ -68,7 +68,7 @@ FORMS = {
     "ema": {"selection": {"kind": "ema", "decay": 0.9}},
     "quantile": {"bias": {"kind": "quantile"}},
     "capacity": {"capacity": {"factor": 1.1}},
-    "amplitude": {"logits": {"kind": "amplitude"}},
+    "amplitude": {"score": {"kind": "amplitude"}},
     "gate_mass": {"importance": "gate_mass"},
     "reap": {"importance": "reap"},
 } | {
