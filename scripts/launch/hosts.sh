@@ -7,11 +7,12 @@
 # Hosts are the nodes of the mesh unless parallel.nodes says otherwise. GPUS=4 takes fewer of each
 # host, PORT another port than 29500, RESTARTS another number of restarts than 3. Where a host has
 # several networks, name the one to use: NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0. Stop one
-# host (Ctrl+C) and all save and end with 75. The exit code is the run's.
+# host (Ctrl+C) and all save and end with 75. The exit code is the run's. HOSTS=1:4 trains with as
+# many of four hosts as are there, and goes on without one that is lost (docs/parallel.md).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ $# -eq 0 || "$1" == "--help" ]]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0"
+    sed -n '2,11s/^# \{0,1\}//p' "$0"
     exit 0
 fi
 PYTHON=${PYTHON:-python}

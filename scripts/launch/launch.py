@@ -14,6 +14,10 @@
 
 With several hosts their agents meet at `--first` and start again together. A host whose processes
 ended for good closes the meeting, and so ends the others too.
+
+With `--hosts 1:4` a run begins, and goes on, with as many of the four hosts as are there. A host
+that is lost takes it to the last checkpoint on those that are left; one that comes (back) has the
+others save and start again with it. `--first` must stay: the hosts find each other there.
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ from training import faults
 # How long the others may take to end by themselves once one process has: each then tells what it
 # was waiting for, and its exit code is its own and not that of the agent's SIGTERM.
 SETTLE_S = 3.0
+# After which an agent sees a host that has come: it asks for the list of those once a second.
+SEEN_S = 3.0
 
 
 def say(text: str) -> None:
@@ -63,8 +69,10 @@ def say(text: str) -> None:
 class Agent(LocalElasticAgent):
     """Starts the processes of this host, and starts them again where that can help."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, elastic: bool = False) -> None:
         super().__init__(spec, DefaultLogsSpecs())
+        self.elastic = elastic
+        """Whether hosts may come and go."""
         self.stopping: int | None = None
         """The signal that asked for a stop."""
         self.code = faults.DONE
@@ -101,9 +109,29 @@ class Agent(LocalElasticAgent):
             while len(codes) < len(worker_group.workers) and time.monotonic() < end:
                 time.sleep(0.05)
                 codes = self._codes(worker_group)
+            if set(codes.values()) == {faults.STOPPED} and self._host_has_come():
+                return RunResult(state=WorkerState.HEALTHY)
             self._decide(codes)
             self.waiting = self._remaining_restarts > 0
         return super()._monitor_workers(worker_group)
+
+    def _host_has_come(self) -> bool:
+        """Whether processes that stopped were asked to by a host that saw another one come."""
+        end = time.monotonic() + (SEEN_S if self.elastic and self.stopping is None else 0.0)
+        while time.monotonic() < end:
+            if self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:  # nothing failed: a host has come
+            say("launch: another host has come; saving, and starting again with it")
+            self.signal(signal.SIGTERM)
+            while len(self._codes(worker_group)) < len(worker_group.workers):
+                time.sleep(0.05)  # a save may take minutes; one that hangs ends by its timeout
+            self.waiting = True
+        super()._restart_workers(worker_group)
 
     def _codes(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Exit codes by rank of the processes that have ended; minus the signal's number after a
@@ -152,6 +180,15 @@ def _exit_code(pid: int) -> int | None:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
+def hosts(text: str) -> tuple[int, int]:
+    """Of argparse: "4", or "1:4" for any number from 1 to 4."""
+    least, _, most = text.partition(":")
+    least, most = int(least), int(most or least)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts, or MIN:MAX of them")
+    return least, most
+
+
 def is_first(host: str, port: int) -> bool:
     """Whether this host has the address at which all meet.
 
@@ -189,8 +226,12 @@ def make_agent(given: argparse.Namespace) -> tuple[Agent, RendezvousHandler]:
         OSError: see `is_first`.
         RendezvousError: the first host does not answer.
     """
+    if given.hosts[0] < given.hosts[1]:
+        # Agents that share their store with the processes keep its address from one meeting to the
+        # next, and a host that comes later would never learn it.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     meeting, address = {"is_host": True}, "localhost"
-    if given.hosts > 1:
+    if given.hosts[1] > 1:
         host, _, port = given.first.rpartition(":")
         meeting = {"is_host": is_first(host, int(port)), "join_timeout": given.join_s}
         address = own_address(host, int(port))
@@ -199,8 +240,9 @@ def make_agent(given: argparse.Namespace) -> tuple[Agent, RendezvousHandler]:
             backend="c10d",
             endpoint=given.first,
             run_id=given.id,
-            min_nodes=given.hosts,
-            max_nodes=given.hosts,
+            min_nodes=given.hosts[0],
+            max_nodes=given.hosts[1],
+            last_call_timeout=given.late_s,
             local_addr=address,
             **meeting,
         )
@@ -214,7 +256,7 @@ def make_agent(given: argparse.Namespace) -> tuple[Agent, RendezvousHandler]:
         max_restarts=given.restarts,
         local_addr=address,
     )
-    return Agent(spec), handler
+    return Agent(spec, elastic=given.hosts[0] < given.hosts[1]), handler
 
 
 def run(given: argparse.Namespace) -> int:
@@ -282,13 +324,18 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, required=True, help="of this host")
-    parser.add_argument("--hosts", type=int, default=1, help="that run this command (1)")
+    parser.add_argument(
+        "--hosts", type=hosts, default=(1, 1), help="that run this command (1), or MIN:MAX of them"
+    )
     parser.add_argument("--first", default="localhost:0", help="ADDRESS:PORT of the first host")
     parser.add_argument(
         "--id", default=uuid.uuid4().hex, help="name of the run, equal on all hosts"
     )
     parser.add_argument("--restarts", type=int, default=3, help="at most (3)")
     parser.add_argument("--join-s", type=int, default=600, help="wait for other hosts (600)")
+    parser.add_argument(
+        "--late-s", type=int, default=30, help="wait for hosts beyond MIN that may still come (30)"
+    )
     parser.add_argument("--pid-file", type=Path, help="where to write this process's id")
     parser.add_argument("--script", type=Path, default=ROOT / "train.py", help=argparse.SUPPRESS)
     cut = arguments.index("--") if "--" in arguments else len(arguments)

@@ -194,3 +194,69 @@ def test_two_hosts_train_and_go_on_after_one_was_cut_off(tmp_path, hosts):
     starts = [event for event in read_lines(run / "events.jsonl") if event["event"] == "start"]
     assert len(starts) == 2 and starts[1]["step"] >= 2
     assert "2 node(s) × 1 local" in groups[0].output()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_host_is_lost_the_other_goes_on_and_it_comes_back(tmp_path, hosts):
+    config = write_inputs(tmp_path / "inputs", count=40)
+    words = [word for word in settings(config, "two") if not word.startswith("train.steps")]
+    words += ["train.steps=16", "checkpoint.async_save=false"]
+    whole = [word.replace("run.name=two", "run.name=whole") for word in words]
+    group = processes.start_training(whole, world=2, folder=tmp_path)
+    assert group.wait(200) == [0, 0], group.output()
+    run = tmp_path / "runs/two"
+    port = 29500 + random.randrange(1000)
+
+    def start(rank: int) -> processes.Group:
+        folder = tmp_path / f"host{rank}"
+        folder.mkdir(exist_ok=True)
+        if not (folder / "runs").exists():
+            (folder / "runs").symlink_to(tmp_path / "runs")  # one file system for both
+        return processes.start(
+            launcher, hosts[rank], {"GLOO_SOCKET_IFNAME": "eth0"},
+            ["--processes=1", "--hosts=1:2", f"--first=10.77.0.1:{port}", "--id=two",
+             "--late-s=5", "--", *words],
+            folder=folder,
+        )  # fmt: skip
+
+    groups = [start(0), start(1)]
+    wait_for_step(groups, run, 3)
+    ip(f"-n {hosts[1]} link set eth0 down")
+    cut = time.monotonic()
+    workers = children(groups[1].processes[0].pid)
+    groups[1].signal(signal.SIGKILL)  # that host is off
+    groups[1].wait(10)
+    for worker in workers:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+    # It goes on alone, and is held there until the other one has come.
+    while len(starts(run)) < 2:
+        assert time.monotonic() - cut < 120, groups[0].output()
+        time.sleep(0.01)
+    resumed = time.monotonic() - cut
+    assert resumed < 120
+    print(f"resumed on one host {resumed:.0f} s after the cut")
+    alone = starts(run)[1]["step"]
+    while last_step(run) <= alone + 1:
+        time.sleep(0.005)
+    (worker,) = children(groups[0].processes[0].pid)
+    os.kill(worker, signal.SIGSTOP)
+    ip(f"-n {hosts[1]} link set eth0 up")
+    groups[1] = start(1)
+    while "another host has come" not in groups[0].output():
+        assert time.monotonic() - cut < 300, "\n".join(g.output() for g in groups)
+        time.sleep(0.05)
+    os.kill(worker, signal.SIGCONT)
+    for group in groups:
+        assert group.wait(200) == [0], "\n".join(g.output() for g in groups)
+    assert [start["world_size"] for start in starts(run)] == [2, 1, 2]
+    assert alone < starts(run)[2]["step"] < 16, "trained by one host, and by both again"
+    got, want = curve(run), curve(tmp_path / "runs/whole")
+    assert list(got) == list(want) == list(range(1, 17))
+    for step in want:
+        assert got[step] == pytest.approx(want[step], rel=1e-6), step
+
+
+def starts(run: Path) -> list[dict]:
+    return [event for event in read_lines(run / "events.jsonl") if event["event"] == "start"]

@@ -94,11 +94,62 @@ def test_d3_starts_again_only_where_it_helps_and_ends_with_the_code_of_the_run(
     assert "Traceback" not in err and len(err.splitlines()) <= starts, err
 
 
-def other_host(port: int, program: str, words: list[str], first: bool) -> None:
+# Trains for ever with fewer than three processes; asked to stop, all of them save and end.
+GROWS = """
+import os, pathlib, signal, sys, time
+asked = pathlib.Path(__file__).with_name("asked")
+signal.signal(signal.SIGTERM, lambda *_: asked.touch())
+world = int(os.environ["WORLD_SIZE"])
+print(f"rank {os.environ['RANK']} of {world}", flush=True)
+while world < 3:
+    if asked.exists():
+        sys.exit(75)
+    time.sleep(0.01)
+"""
+
+
+def test_a_host_that_comes_has_the_others_save_and_start_with_it(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(GROWS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def host(number: int) -> processes.Group:
+        given = (port, str(program), [], number == 0, "1:3")
+        return processes.start(other_host, *given, folder=tmp_path / str(number))
+
+    def printed(groups: list[processes.Group], words: str, count: int) -> None:
+        end = time.monotonic() + 120
+        while sum(group.output().count(words) for group in groups) < count:
+            assert time.monotonic() < end, "\n".join(group.output() for group in groups)
+            time.sleep(0.05)
+
+    groups = [host(0), host(1)]
+    printed(groups, " of 2", 2)
+    groups.append(host(2))
+    for group in groups:
+        assert group.wait(120) == [0], "\n".join(group.output() for group in groups)
+    told = "".join(group.output() for group in groups)
+    assert sorted(re.findall(r"rank (\d) of 3", told)) == ["0", "1", "2"]
+    assert "another host has come; saving, and starting again with it" in told
+    assert "error" not in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize("number", ["0", "3:2", "two"])
+def test_a_number_of_hosts_that_is_none_is_refused(launch, number, capfd):
+    with pytest.raises(SystemExit) as stop:
+        launch.main(["--processes", "1", "--hosts", number, "--", "x.yaml"])
+    assert stop.value.code == 2
+    assert "--hosts" in capfd.readouterr().err
+
+
+def other_host(port: int, program: str, words: list[str], first: bool, hosts: str = "2") -> None:
     """A launcher of one of two hosts, which are both this one."""
     module = load()
     module.is_first = lambda *where: first
-    given = ["--processes=1", "--hosts=2", f"--first=127.0.0.1:{port}", "--id=two", "--restarts=1"]
+    given = ["--processes=1", f"--hosts={hosts}", f"--first=127.0.0.1:{port}", "--id=two"]
+    given += ["--restarts=1", "--late-s=5"]
     os._exit(module.main([*given, f"--script={program}", "--", *words]))
 
 
