@@ -238,3 +238,19 @@ def test_d7_settings_of_the_exchange_have_a_layout_with_one(tiny_config):
     assert (
         plan(tiny_config, "parallel.nodes=4", "parallel.exchange.kind=all_gather").mesh.expert > 1
     )
+
+
+def test_split_experts_are_compiled_only_where_it_is_asked_for(tiny_config):
+    """Not by `auto` on a GPU, nor where an engine's hooks would cut the blocks, nor in one
+    process."""
+
+    def compiled(*words: str, world: int = 4, cuda: bool = False) -> tuple[bool, bool]:
+        found = make_plan(load_config(tiny_config, [*words]), world, cuda=cuda)
+        return found.compile, found.whole_blocks
+
+    assert compiled("train.compile=true") == (True, True)
+    assert compiled("run.device=cuda", cuda=True) == (True, False)
+    assert compiled("train.compile=true", world=1) == (True, False)
+    assert compiled("train.compile=false") == (False, False)
+    pytest.importorskip("deepspeed")
+    assert compiled("train.compile=true", "parallel.engine=deepspeed") == (True, False)
