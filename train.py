@@ -37,6 +37,7 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.weights import tokenizer_folder
 from training.config.build import Config, Plan, field_names, load_config, make_plan, write_resolved
 from training.config.load import ConfigError, read_words
+from training.config.sections import Keep
 from training.config.validate import check_run
 from training.data import build_data, load_tokenizer
 from training.device import open_device, seed_all, setup_determinism
@@ -101,10 +102,12 @@ def prepare(config: Config, plan: Plan, world: World) -> RunState:
         restore_random_states(run.checkpoint, world, config.run.seed)
     prepare_evaluation(train_state)
 
+    keep = config.checkpoint.keep or Keep()
     saver = Saver(
         run.checkpoints,
         world,
-        keep_last=config.checkpoint.keep_last,
+        keep_last=keep.last,
+        keep_every=keep.every,
         background=config.checkpoint.async_save,
         last_step=run.step if run.checkpoint is not None else None,
     )
@@ -241,7 +244,7 @@ def main(arguments: Sequence[str]) -> int:
         plan.offload.check_folder()
         world = start(plan.device, timeout_s, alone=plan.sharded)
         state = prepare(config, plan, world)
-        with StopRequest() as stop:
+        with StopRequest(config.checkpoint.stop_after_hours) as stop:
             code = train(state, stop)
         shutdown(world)
         return code

@@ -40,6 +40,9 @@ STOPPED = 75
 # terminal, so within this time a second signal is taken for the same request.
 SAME_REQUEST_S = 3.0
 
+STARTED = time.monotonic()
+"""When this program began."""
+
 # How long a run of several processes that ends early waits for a save that is under way.
 PATIENCE_S = 20.0
 
@@ -56,13 +59,18 @@ class RunFailed(RuntimeError):
 
 class StopRequest:
     """SIGTERM or SIGINT as a flag, inside a `with` block: the step is finished and saved, then the
-    run ends with 75.
+    run ends with 75. So does the end of the time that the run may take.
 
     A second signal ends the process at once with 128 + the signal's number, as shells do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after_hours: float | None = None) -> None:
+        """
+        Args:
+            after_hours: from the start of this program; None: no end.
+        """
         self.received: str | None = None
+        self._end = None if after_hours is None else STARTED + 3600 * after_hours
         self._at = 0.0
         self._before: dict[int, Any] = {}
 
@@ -87,7 +95,7 @@ class StopRequest:
         os._exit(128 + number)
 
     def __bool__(self) -> bool:
-        return self.received is not None
+        return self.received is not None or (self._end is not None and time.monotonic() > self._end)
 
 
 def failed_collective(error: BaseException, timeout_s: float) -> str | None:

@@ -27,7 +27,7 @@ WORDS = (
     "train.micro_batch_size=1",
     "train.global_batch_size=4",
     "checkpoint.every_steps=2",
-    "checkpoint.keep_last=null",
+    "checkpoint.keep.last=null",
     "eval.every_steps=null",
     "eval.rows=128",
 )

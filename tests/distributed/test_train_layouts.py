@@ -38,7 +38,7 @@ if importlib.util.find_spec("deepspeed") is None:
 
 def train(config: Path, folder: Path, name: str, world: int, *overrides: str) -> None:
     fixed = [f"run.name={name}", f"train.steps={STEPS}", "train.micro_batch_size=2"]
-    fixed += [f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=null"]
+    fixed += [f"checkpoint.every_steps={SAVED}", "checkpoint.keep.last=null"]
     fixed += ["eval.every_steps=8", "eval.rows=6", "eval.sample.prompt=the whale"]
     fixed += ["eval.sample.tokens=5"]
     group = start_training([str(config), *fixed, *overrides], world=world, folder=folder)

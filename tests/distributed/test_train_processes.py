@@ -167,7 +167,7 @@ def test_two_processes_resume_exactly_and_a_second_signal_ends_at_once(config, t
     finish(train(config, tmp_path, "run.name=stopped", world=2))
     assert_same(folder, tmp_path / "runs/whole")
 
-    long = ("train.steps=100000", "checkpoint.every_steps=null", "checkpoint.keep_last=3")
+    long = ("train.steps=100000", "checkpoint.every_steps=null", "checkpoint.keep.last=3")
     group = train(config, tmp_path, "run.name=urgent", *long)
     assert wait_for_step(group, tmp_path / "runs/urgent", 2)
     os.kill(group.processes[0].pid, signal.SIGSTOP)  # it cannot finish a step between the two

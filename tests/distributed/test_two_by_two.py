@@ -137,7 +137,7 @@ def torchrun(folder: Path, name: str, nproc: int, *words: str) -> subprocess.Pop
     settings = [
         "train.py", "configs/quickstart.yaml", f"run.name={name}", f"run.dir={folder / 'runs'}",
         f"train.steps={STEPS}", "optim.schedule.warmup_steps=2", f"checkpoint.every_steps={SAVED}",
-        "checkpoint.keep_last=null", "eval.every_steps=null", "eval.sample=null",
+        "checkpoint.keep.last=null", "eval.every_steps=null", "eval.sample=null",
         "log.every_steps=1", "train.global_batch_size=8", "train.micro_batch_size=1",
         "train.dtype=float32", "train.compile=false",
     ]  # fmt: skip

@@ -61,7 +61,7 @@ def small(config: Path, folder: Path) -> list[str]:
         "train.compile=false",
         "run.device=cpu",
         "checkpoint.every_steps=null",
-        "checkpoint.keep_last=3",
+        "checkpoint.keep.last=3",
         "eval.every_steps=6",
         "eval.rows=8",
         "eval.sample=null",

@@ -153,6 +153,15 @@ def test_retention_keeps_the_newest_and_leaves_strangers_alone(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("keep_last", "left"), [(1, [4, 8, 9]), (3, [4, 7, 8, 9]), (None, None)])
+def test_milestones_stay(tmp_path, keep_last, left):
+    saver = Saver(tmp_path, World(), keep_last=keep_last, keep_every=4, background=False)
+    for step in range(1, 10):
+        saver.save(snapshot(step))
+    kept = [int(path.name[5:]) for path in reversed(candidates(tmp_path))]
+    assert kept == (left or list(range(1, 10)))
+
+
 def flip(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
@@ -229,7 +238,7 @@ def test_full_disk(tmp_path, background):
     (result,) = saver.poll()
     assert result.folder is None
     assert "no space to write checkpoint step_00000002" in str(result.error)
-    assert "checkpoint.keep_last" in str(result.error) and "\n" not in str(result.error)
+    assert "checkpoint.keep.last" in str(result.error) and "\n" not in str(result.error)
     assert [path.name for path in candidates(tmp_path)] == ["step_00000001"]
     assert damage((tmp_path / "latest").resolve()) is None
     saver.save(Snapshot(3, big, {}, b""))

@@ -55,13 +55,13 @@ def test_defaults_and_overrides(file):
             "optim.lr=3e-3",
             "train.micro_batch_size=4",
             "run.device=cpu",
-            "checkpoint.keep_last=null",
+            "checkpoint.keep.last=null",
         ],
     )
     assert config.optim.lr == 3e-3
     assert config.train.micro_batch_size == 4
     assert config.run.device == "cpu"
-    assert config.checkpoint.keep_last is None
+    assert config.checkpoint.keep.last is None
     assert config.model.config.hidden_size == 64
     assert config.model.config.head_dim == 16, "a derived field of the architecture"
     assert config.optim.betas == [0.9, 0.95]
@@ -210,6 +210,10 @@ MISTAKES = [
         "optim.schedule.decay_fraction=0.5 is no key of kind cosine, which has warmup_steps, min",
     ),
     ("eval.sample.tokens=9", "eval.sample.prompt is missing"),
+    (
+        "checkpoint.keep.every=10 checkpoint.every_steps=4",
+        "checkpoint.keep.every=10 must be a multiple of checkpoint.every_steps=4",
+    ),
     ("log.trackers=[{kind: wandb, project: x}]", "log.trackers.0.mode is missing"),
     ("experts.policy.every=5", "experts.policy.kind is missing; allowed with every: replace, res"),
     (

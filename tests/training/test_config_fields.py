@@ -69,7 +69,7 @@ def plan_of(config: Config, monkeypatch) -> dict:
     real_saver, real_loader = train.Saver, training.data.loader.DataLoader
 
     def saver(*arguments, **keywords):
-        told["saver"] = {key: keywords[key] for key in ("keep_last", "background")}
+        told["saver"] = {key: keywords[key] for key in ("keep_last", "keep_every", "background")}
         return real_saver(*arguments, **keywords)
 
     def loader(*arguments, **keywords):
@@ -308,7 +308,8 @@ TURNED = {
     ),
     "parallel.exchange.transport": "parallel.exchange.transport=pull",
     "checkpoint.every_steps": "checkpoint.every_steps=2",
-    "checkpoint.keep_last": "checkpoint.keep_last=7",
+    "checkpoint.keep.last": "checkpoint.keep.last=7",
+    "checkpoint.keep.every": "checkpoint.keep.every=9",
     "checkpoint.async_save": "checkpoint.async_save=false",
     "eval.every_steps": "eval.every_steps=5",
     "eval.rows": "eval.rows=1",
@@ -380,6 +381,7 @@ BEFORE = {
 }
 # Fields whose effect a plan cannot show, and where it is shown.
 SHOWN_BY = {
+    "checkpoint.stop_after_hours": "tests/training/test_train.py",
     "log.activation_threshold": "tests/training/test_sparsity.py",
     "parallel.timeout_s": "tests/training/test_config_fields.py",
     "parallel.engine": "tests/training/test_layout.py",  # one process uses none

@@ -35,6 +35,18 @@ def test_first_signal_asks_second_ends(exits, number):
     assert signal.getsignal(number) is before, "the handlers are as before"
 
 
+def test_a_time_limit_asks_too(monkeypatch):
+    clock = [50.0]
+    monkeypatch.setattr(faults.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(faults, "STARTED", 40.0)
+    with StopRequest(after_hours=0.01) as stop:
+        assert not stop
+        clock[0] = 75.9
+        assert not stop
+        clock[0] = 76.1
+        assert stop
+
+
 def test_under_torchrun_a_signal_that_is_passed_on_counts_once(exits, monkeypatch):
     """Ctrl+C reaches the processes from the terminal, and once more from their launcher."""
     clock = [100.0]

@@ -230,7 +230,7 @@ def test_runs_resume_exactly_and_export_what_they_train(start, tmp_path, monkeyp
 
 
 def test_masks_end_before_they_are_left_out(start, tmp_path, capsys):
-    words = ["run.name=a", "checkpoint.keep_last=null"]
+    words = ["run.name=a", "checkpoint.keep.last=null"]
     assert start(*words, *SOFT) == 0
     assert start(*words, "train.steps=9") == 0, "hidden weights are zero"
     checkpoints = tmp_path / "runs/a/checkpoints"

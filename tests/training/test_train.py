@@ -137,7 +137,7 @@ def test_evaluation_and_saving_change_nothing(run, whole, tmp_path):
     keys = ("loss", "grad_norm", "lr", "tokens")
     plain = tmp_path / "runs" / "plain"
     assert by_step(plain, *keys) == by_step(whole, *keys)
-    settings = ("checkpoint.async_save=false", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
+    settings = ("checkpoint.async_save=false", "checkpoint.every_steps=1", "checkpoint.keep.last=1")
     sample = ("eval.sample.prompt=the whale", "eval.sample.tokens=5", "eval.every_steps=1")
     assert run("run.name=busy", *settings, *sample) == 0
     busy = tmp_path / "runs" / "busy"
@@ -400,7 +400,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_told(run, tmp_path, monkeypatc
 def test_a_skipped_step_leaves_weights_and_moments_alone(run, tmp_path, monkeypatch):
     """Checkpoints right before and right after a skipped step hold the same tensors."""
     break_loss(monkeypatch, {6}, float("inf"))
-    settings = ("checkpoint.every_steps=1", "checkpoint.keep_last=null", "train.steps=7")
+    settings = ("checkpoint.every_steps=1", "checkpoint.keep.last=null", "train.steps=7")
     assert run("run.name=inf", *settings) == 0
     from training.checkpoint.tensors import load_tensors, stored_tensors
 
@@ -419,6 +419,14 @@ def test_a_skipped_step_leaves_weights_and_moments_alone(run, tmp_path, monkeypa
         assert torch.equal(tensor, states[0][name]), name
     assert states[2]["updates"] == 6
     assert not torch.equal(states[2]["weights/embed.weight"], states[1]["weights/embed.weight"])
+
+
+def test_the_end_of_the_time_saves_and_stops(run, tmp_path, capsys):
+    words = ("run.name=lent", "train.steps=2", "checkpoint.every_steps=null")
+    assert run(*words, "checkpoint.stop_after_hours=1e-9") == 75
+    assert "stopped on request after step 0" in capsys.readouterr().out
+    assert run(*words, "checkpoint.stop_after_hours=9") == 0
+    assert [line["step"] for line in read_metrics(tmp_path / "runs/lent")] == [1, 2]
 
 
 def test_stop_policy(run, tmp_path, monkeypatch, capsys):
@@ -440,11 +448,11 @@ def test_weights_that_are_not_finite_are_never_saved(run, tmp_path, monkeypatch,
 
     with monkeypatch.context() as patch:
         before_step(patch, 8, poison)
-        assert run("run.name=poison", "checkpoint.keep_last=1") == 1
+        assert run("run.name=poison", "checkpoint.keep.last=1") == 1
     assert "not finite at step 9" in capsys.readouterr().err
     latest = (tmp_path / "runs/poison/checkpoints/latest").resolve()
     assert latest.name == "step_00000006" and damage(latest) is None
-    assert run("run.name=poison", "checkpoint.keep_last=1") == 0
+    assert run("run.name=poison", "checkpoint.keep.last=1") == 0
 
 
 def test_a_step_without_any_target_is_left_out(run, whole, tmp_path, monkeypatch, capsys):

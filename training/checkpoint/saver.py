@@ -88,6 +88,7 @@ class Saver:
         world: World,
         *,
         keep_last: int | None = 3,
+        keep_every: int | None = None,
         background: bool = True,
         last_step: int | None = None,
     ) -> None:
@@ -95,7 +96,7 @@ class Saver:
         self.last_error: CheckpointError | None = None
         self.root = root
         self.world = world
-        self.keep_last = keep_last
+        self.keep_last, self.keep_every = keep_last, keep_every
         self.background = background
         self._thread: threading.Thread | None = None
         self._ended: queue.SimpleQueue[Saved] = queue.SimpleQueue()
@@ -209,8 +210,8 @@ class Saver:
     def _open(self, snapshot: Snapshot, temporary: Path) -> None:
         if snapshot.finite is not None and not bool(snapshot.finite):
             raise NonFiniteWeights(
-                f"weights or optimizer states are not finite at step {snapshot.step}: no checkpoint "
-                f"was written, the earlier ones are kept"
+                f"weights or optimizer states are not finite at step {snapshot.step}: no "
+                "checkpoint was written, the earlier ones are kept"
             )
         if self.world.main:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -276,12 +277,14 @@ class Saver:
 
     def _retire(self, step: int) -> None:
         """Remove complete checkpoints older than the one of `step` beyond `keep_last`, which counts
-        that one; damaged or foreign ones stay."""
+        that one; those of `keep_every`, damaged and foreign ones stay."""
         if self.keep_last is None:
             return
         older = [path for path in candidates(self.root) if step_of(path) < step]
         whole = [p for p in older if p.name not in self._passed_over and defect(p) is None]
         for folder in whole[self.keep_last - 1 :]:
+            if self.keep_every is not None and step_of(folder) % self.keep_every == 0:
+                continue
             # Out of sight first: a removal that is interrupted leaves no folder that looks damaged.
             retired = folder.with_name(folder.name + ".retired")
             folder.rename(retired)
@@ -335,7 +338,7 @@ def _describe(error: BaseException, folder: Path) -> str:
     untouched = "; earlier checkpoints are untouched" if earlier else ""
     full = isinstance(error, OSError) and error.errno in DISK_FULL
     if full or "No space left" in text or "file write failed" in text or "enforce fail" in text:
-        remedy = "lower checkpoint.keep_last" if earlier else "name another disk as run.dir"
+        remedy = "lower checkpoint.keep.last" if earlier else "name another disk as run.dir"
         return (
             f"no space to write checkpoint {folder.name} in {folder.parent}{where}: "
             f"{text.splitlines()[0]}{untouched}. Free some space or {remedy}"

@@ -100,7 +100,7 @@ _OTHER_NAMES = {
     "context_length": "data.seq_len",
     "output_dir": "run.dir",
     "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep_last",
+    "save_total_limit": "checkpoint.keep.last",
     "eval_steps": "eval.every_steps",
     "logging_steps": "log.every_steps",
     "n_layer": "model.num_hidden_layers",

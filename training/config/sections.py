@@ -251,16 +251,39 @@ class ParallelConfig(Settings):
     """Seconds after which a collective operation that hangs ends the run."""
 
 
+class Keep(Settings):
+    """Which checkpoints stay when a newer one is complete."""
+
+    last: Positive | None = 3
+    """So many of the newest; `null`: all."""
+    every: Positive | None = None
+    """For good: those of steps that are a multiple of it, which `checkpoint.every_steps` divides;
+    `null`: none."""
+
+
 class CheckpointConfig(Settings):
     """When the run is saved and how much is kept."""
 
     every_steps: Positive | None = 500
     """Steps between checkpoints; `null`: only at the end and on request. The last step is always
     saved."""
-    keep_last: Positive | None = 3
-    """Checkpoints that stay; `null`: all."""
+    keep: Keep | None = None
+    """Which checkpoints stay; `null`: the last three."""
     async_save: bool = True
     """Write in the background while training goes on."""
+    stop_after_hours: Annotated[float, Field(gt=0)] | None = None
+    """Hours from the start of the command after which the run saves and stops with exit code 75,
+    for machines that are lent for a time; the same command resumes. `null`: never."""
+
+    @model_validator(mode="after")
+    def _kept_are_saved(self) -> CheckpointConfig:
+        every = self.keep and self.keep.every
+        if every is not None and (self.every_steps is None or every % self.every_steps):
+            raise ValueError(
+                f"checkpoint.keep.every={every} must be a multiple of checkpoint.every_steps="
+                f"{shown(self.every_steps)}: other steps have no checkpoint"
+            )
+        return self
 
 
 class SampleConfig(Settings):
