@@ -175,6 +175,12 @@ SHORT = f"train.steps=60 checkpoint.every_steps=10 {EVERY_5}"
 ENGINE = f"train.steps=20 {EVERY_5} optim.lr=1e-3"
 GRAPH = f"{SHORT} router.balance.kind=lagged"
 DENSE = "model.mlp_only_layers=[0,1,2,3] model.intermediate_size=256 router.balance=auto"
+LATENT = (
+    "'data.sources=[{{path: \"bundled:moby-dick\"}}]' data.tokenizer=bundled:moby-dick "
+    "data.validation=null data.workers=2 data.seq_len=512 model.vocab_size=4096 "
+    "model.num_hidden_layers=3 model.hidden_size=256 model.intermediate_size=512 "
+    "model.moe_intermediate_size=128 train.steps=20 train.global_batch_size=16 optim.lr=1e-3"
+)
 REAL = (
     "train.steps=20 train.global_batch_size=32 optim.schedule.warmup_steps=10 log.every_steps=5 "
     "log.plots=false"
@@ -291,6 +297,15 @@ CHAINS = (  # the longest first, as only so many run at a time
         "dense model",
         Step(f"{QUICKSTART} {DENSE} train.steps=20 run.name=dense {EVERY_5}", (learns, "dense")),
         Step("python scripts/export_hf.py runs/dense dense/ --check"),
+    ),
+    Chain(
+        "latent attention",
+        Step(
+            f"python train.py configs/deepseek_v3_2b.yaml {LATENT} run.name=latent {EVERY_5}",
+            (learns, "latent"),
+            (quiet,),
+        ),
+        Step("python scripts/export_hf.py runs/latent latent/ --check"),
     ),
     Chain(
         "four processes",

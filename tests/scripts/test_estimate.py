@@ -54,6 +54,7 @@ def estimate(script):
         ("qwen3_30b_a3b", 30.5e9, 3.3e9),
         ("mixtral_8x7b", 46.7e9, 12.9e9),
         ("tessera_1b_a200m", 1.0e9, 0.2e9),
+        ("deepseek_v3_2b", 1.83e9, 0.34e9),
     ],
 )
 def test_parameters_are_those_of_the_model_cards(name, total, active):
