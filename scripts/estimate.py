@@ -121,12 +121,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--host-mtbf", type=positive, metavar="HOURS", help="mean hours between failures of a host"
     )
     seconds = bounded(float, least=0)
-    for name, told in (
-        ("save", "for which a save stops the training"),
-        ("write", "until a checkpoint written in the background is complete"),
-        ("restart", "from a failure to the first new step"),
-    ):
-        lost.add_argument(f"--{name}-seconds", type=seconds, help=f"measured: time {told}")
+    told = "measured: time for which a save stops the training"
+    lost.add_argument("--save-seconds", type=seconds, help=told)
+    told = "measured: time until a checkpoint written in the background is complete"
+    lost.add_argument("--write-seconds", type=seconds, help=told)
+    told = "measured: time from a failure to the first new step"
+    lost.add_argument("--restart-seconds", type=seconds, help=told)
     lost.add_argument("--step-seconds", type=positive, help="of a step (default: estimated)")
     options = parser.parse_intermixed_args(arguments)
     if options.host_mtbf and None in (options.save_seconds, options.restart_seconds):

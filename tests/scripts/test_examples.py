@@ -15,6 +15,15 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+HEADS = {
+    "deepseek_v3": (
+        "model.q_lora_rank=8", "model.kv_lora_rank=8", "model.qk_nope_head_dim=8",
+        "model.qk_rope_head_dim=4", "model.v_head_dim=8",
+    ),
+}  # fmt: skip
+"""Of families whose heads have other fields."""
+
+
 def small(config: Path, folder: Path) -> list[str]:
     """Words that make a model and a run small, and leave family, routing and schedules alone."""
     given = yaml.safe_load(config.read_text())
@@ -40,12 +49,11 @@ def small(config: Path, folder: Path) -> list[str]:
         "model.hidden_size=16",
         "model.num_hidden_layers=2",
         "model.num_attention_heads=2",
-        "model.num_key_value_heads=1",
-        "model.head_dim=8",
+        *HEADS.get(own["family"], ("model.num_key_value_heads=1", "model.head_dim=8")),
         "model.eos_token_id=null",
         "model.pad_token_id=null",
         f"model.{inner}=8",
-        *(["model.first_k_dense_replace=0"] if own["family"] == "glm4_moe" else []),
+        *(["model.first_k_dense_replace=0"] if "first_k_dense_replace" in own else []),
         "model.max_position_embeddings=32",
         f"data.sources=[{{path: {folder}/text.txt, format: lines, name: text}}]",
         f"data.tokenizer={folder}/tokenizer",
