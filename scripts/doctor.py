@@ -2,9 +2,10 @@
 """Says what is wrong with this machine, or with a run, and what to do about it.
 
     python scripts/doctor.py                       # Python, PyTorch, Triton, GPUs, disk, network
-    python scripts/doctor.py runs/quickstart       # those, and how the run is doing
+    python scripts/doctor.py runs/quickstart       # those, how the run is doing, and whether
+                                                   # each of its checkpoints is whole
 
-Nothing is changed and nothing waits long. Exit code 0: no problem (warnings and
+Nothing is changed. Only the checkpoints, which are read in full, can take long. Exit code 0: no problem (warnings and
 notes are none), 1: at least one problem, 2: no such run.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import platform
 import re
@@ -302,7 +304,33 @@ def environment() -> Iterator[Check]:
             )
 
 
-def run_checks(folder: Path) -> tuple[Path, list[Check]]:
+def checkpoints(folder: Path) -> Iterator[Check]:
+    """Whether each checkpoint of a run is whole, by the checksums of all its files."""
+    from training.checkpoint.files import candidates, damage
+
+    good = []
+    bad: list[Check] = []
+    for path in candidates(folder / "checkpoints"):
+        if path.suffix == ".tmp":
+            yield Check("note", f"{path.name}: a save is under way, or the next one removes it")
+        elif (reason := damage(path)) is None:
+            good.append(path.name)
+        else:
+            bad.append(
+                Check("warning", f"{path.name}: {reason}", "copy it anew if you have it elsewhere")
+            )
+    yield from bad
+    if good:
+        yield Check("ok", f"whole by every checksum: {', '.join(reversed(good))}")
+    elif bad:
+        yield Check(
+            "problem",
+            "no checkpoint can be used",
+            "put a good copy there, or start anew under another run.name",
+        )
+
+
+def run_checks(folder: Path) -> tuple[Path, Iterable[Check]]:
     """A run's folder, and how it is doing.
 
     Raises:
@@ -316,7 +344,7 @@ def run_checks(folder: Path) -> tuple[Path, list[Check]]:
     if not found:
         step, loss = record.last["step"], record.last["loss"]
         found.append(Check("ok", f"nothing stands out up to step {step}, loss {loss:.3f}"))
-    return record.folder, found
+    return record.folder, itertools.chain(found, checkpoints(record.folder))
 
 
 MARK = {"ok": "ok      ", "note": "note    ", "warning": "warning ", "problem": "PROBLEM "}

@@ -1,6 +1,7 @@
 """The doctor sees faults that are put before it, and ends in bounded time."""
 
 import io
+import shutil
 import socket
 import subprocess
 import threading
@@ -148,6 +149,32 @@ def test_a_run_is_looked_at_first(doctor, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         doctor.main([str(tmp_path / "nothing")])
     assert stop.value.code == 2
+
+
+def flip(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
+
+
+def test_every_checkpoint_of_a_run_is_verified(doctor, monkeypatch, trained, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    run = tmp_path / "run"
+    shutil.copytree(trained, run, symlinks=True)
+    (run / "checkpoints/step_00000009.tmp").mkdir()
+    assert doctor.main([str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "ok      whole by every checksum: step_00000003, step_00000006" in out
+    assert "note    step_00000009.tmp: a save is under way" in out
+    flip(run / "checkpoints/step_00000003/__0_0.distcp")  # not the newest, nor of another size
+    assert doctor.main([str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "warning step_00000003: __0_0.distcp does not match its checksum" in out
+    assert "ok      whole by every checksum: step_00000006" in out
+    (run / "checkpoints/step_00000006/state.json").unlink()
+    assert doctor.main([str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "warning step_00000006: state.json is missing" in out
+    assert "PROBLEM no checkpoint can be used" in out
 
 
 def test_the_drivers_absence_is_no_error(doctor, monkeypatch):
