@@ -5,8 +5,8 @@
     python scripts/doctor.py runs/quickstart       # those, how the run is doing, and whether
                                                    # each of its checkpoints is whole
 
-Nothing is changed. Only the checkpoints, which are read in full, can take long. Exit code 0: no problem (warnings and
-notes are none), 1: at least one problem, 2: no such run.
+Nothing is changed. Only the checkpoints, which are read in full, can take long. Exit code 0: no
+problem (warnings and notes are none), 1: at least one problem, 2: no such run.
 """
 
 from __future__ import annotations
