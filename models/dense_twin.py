@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import FAMILIES, ModelConfig
 from models.errors import UserError
 
 
@@ -19,9 +19,10 @@ def dense_twin(config: ModelConfig) -> dict[str, Any]:
     """
     fields = config.all_dense()
     if fields is None:
+        able = [name for name, f in FAMILIES.items() if f.all_dense is not ModelConfig.all_dense]
         raise UserError(
             f"the family {config.family} has no dense layers, so it has no dense twin; allowed: "
-            "qwen3_moe, glm4_moe and others with dense layers"
+            f"{', '.join(able)}"
         )
     if not config.moe_layers:
         raise UserError("no layer of this model has experts, so it is a dense twin already")
