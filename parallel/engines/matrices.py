@@ -16,7 +16,7 @@ Shape letters: B matrices of one shape, M rows, N columns, P elements of a piece
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -130,8 +130,10 @@ def _owners(forms: Sequence[_Form], ranks: int) -> list[int]:
 
 
 def batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
-    """Pieces behind one another, cut so that a process has at most about `BATCH` elements in each;
-    the same cuts on all ranks that share the parameters."""
+    """Pieces behind one another, at most about `BATCH` elements of a process in each; the same on
+    all ranks that share the parameters. A piece that is larger and that no other rank shares is cut
+    between its blocks."""
+    pieces = [part for piece in pieces for part in _cut_in_parts(piece)]
     first, elements = 0, 0
     for number, piece in enumerate(pieces):
         if number > first and elements + piece.per_rank > BATCH:
@@ -140,6 +142,31 @@ def batches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         elements += piece.per_rank
     if pieces:
         yield pieces[first:]
+
+
+def _cut_in_parts(piece: Piece) -> Iterator[Piece]:
+    if piece.ranks is not None or piece.per_rank <= BATCH:
+        yield piece
+        return
+    sizes, first = piece.matrices.sizes, 0
+    while first < len(sizes):
+        last, start = first + 1, sum(sizes[:first])
+        while last < len(sizes) and sum(sizes[first : last + 1]) <= BATCH:
+            last += 1
+        count = sum(sizes[first:last])
+        part = slice(start, start + count)
+        yield replace(
+            piece,
+            weight=piece.weight[part],
+            gradient=piece.gradient[part],
+            states={name: state[part] for name, state in piece.states.items()},
+            copy=None if piece.copy is None else piece.copy[part],
+            first=piece.first + start,
+            start=piece.start + start,
+            matrices=piece.matrices._replace(rows=piece.matrices.rows[first:last]),
+            per_rank=count,
+        )
+        first = last
 
 
 def on_matrices(

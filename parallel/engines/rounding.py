@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moe.kernels.common.backend import tl, triton
+from moe.kernels.common.backend import cdiv, pick_backend, tl, triton
+from moe.kernels.common.launch import launch, on_device
 
 WORD = 0xFFFFFFFF
 _NEXT = 0x9E3779B9
@@ -69,31 +70,6 @@ def stochastic_bfloat16(x_P: Tensor, random_P: Tensor) -> Tensor:
     return torch.where(x_P.isnan(), x_P.bfloat16(), signed_P.view(torch.bfloat16))
 
 
-def store(
-    targets: Sequence[Tensor],
-    values: Sequence[Tensor],
-    keep: Tensor,
-    seed: int,
-    step: Tensor,
-    first: int = 0,
-) -> None:
-    """Set flat tensors of one length, unless the step is skipped; bfloat16 is rounded at random.
-
-    Args:
-        values: float32 or wider.
-        keep: scalar, 0 leaves everything alone.
-        seed, step, first: of the random bits; `step` is a scalar on the device, `first` the place
-            of the first element in the whole buffer.
-    """
-    halves = _halves(seed, step, first, targets[0].numel())
-    some = any(target.dtype == torch.bfloat16 for target in targets)
-    for target, value in zip(targets, values, strict=True):
-        random_P = next(halves) if some else None
-        if target.dtype == torch.bfloat16:
-            value = stochastic_bfloat16(value, random_P)
-        target.copy_(torch.where(keep > 0, value, target))  # not a product: 0 * NaN is NaN
-
-
 # ----------------------------------------------------------------------------- parts of kernels
 # bfloat16 buffers come as int16: rounding works on bits anyway.
 
@@ -129,3 +105,86 @@ def narrow(x, carry):
     rounded = ((bits + carry) >> 16).to(tl.uint16)
     quiet = ((bits >> 16) | 0x40).to(tl.uint16)
     return tl.where(x == x, rounded, quiet).to(tl.int16, bitcast=True)
+
+
+# ---------------------------------------------------------------------------------------- storing
+
+
+@triton.jit
+def random_word(places, first, start, seed, step):
+    """The first word of `random_words` for the elements `first + places` of a block that begins at
+    `start`; `step` is uint32."""
+    key = mix((mix(step) ^ seed).to(tl.uint32))
+    low = (places + first).to(tl.uint32)
+    # the upper half of a place is that of the block's first element, or one more
+    high = ((start + first) >> 32).to(tl.uint32)
+    same = ((places + first) >> 32) == ((start + first) >> 32)
+    upper = tl.where(same, mix(key ^ (high + 1)), mix(key ^ (high + 2)))
+    return mix(low ^ upper)
+
+
+@triton.jit
+def _store_kernel(
+    target_ptr, value_ptr, keep_ptr, step_ptr, size, first, seed,
+    HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    places = start + tl.arange(0, BLOCK)
+    mask = places < size
+    if tl.load(keep_ptr) > 0.0:
+        step = tl.load(step_ptr).to(tl.int32).to(tl.uint32, bitcast=True)
+        word = random_word(places, first, start, seed, step)
+        if HALF >= 2:
+            word = mix(word ^ 0x9E3779B9)
+        carry = (word & 0xFFFF) if HALF % 2 == 0 else (word >> 16)
+        value = tl.load(value_ptr + places, mask=mask, other=0.0)
+        tl.store(target_ptr + places, narrow(value, carry), mask=mask)
+
+
+def signed(seed: int) -> int:
+    """The 32 bits of a seed as kernels take them."""
+    seed &= WORD
+    return seed - (1 << 32) if seed >> 31 else seed
+
+
+def _store_triton(
+    target_P: Tensor, value_P: Tensor, keep: Tensor, seed: int, step: Tensor, first: int, half: int
+) -> None:
+    size, block = target_P.numel(), 2048
+    if size:
+        with on_device(target_P):
+            launch(_store_kernel, (cdiv(size, block),),
+                bits(target_P), value_P.float().contiguous(), keep, step, size, first,
+                signed(seed), HALF=half, BLOCK=block, num_warps=8,
+            )  # fmt: skip
+
+
+def store(
+    targets: Sequence[Tensor],
+    values: Sequence[Tensor],
+    keep: Tensor,
+    seed: int,
+    step: Tensor,
+    first: int = 0,
+    backend: str = "auto",
+) -> None:
+    """Set flat tensors of one length, unless the step is skipped; bfloat16 is rounded at random.
+
+    Args:
+        values: float32 or wider.
+        keep: scalar, 0 leaves everything alone.
+        seed, step, first: of the random bits; `step` is a scalar on the device, `first` the place
+            of the first element in the whole buffer.
+        backend: auto | reference | triton, of up to four targets; both give the same bits.
+    """
+    some = any(target.dtype == torch.bfloat16 for target in targets)
+    kernel = some and len(targets) <= 4 and pick_backend(backend, targets[0]) == "triton"
+    halves = _halves(seed, step, first, targets[0].numel())
+    for number, (target, value) in enumerate(zip(targets, values, strict=True)):
+        if kernel and target.dtype == torch.bfloat16:
+            _store_triton(target, value, keep, seed, step, first, number)
+            continue
+        random_P = next(halves) if some and not kernel else None
+        if target.dtype == torch.bfloat16:
+            value = stochastic_bfloat16(value, random_P)
+        target.copy_(torch.where(keep > 0, value, target))  # not a product: 0 * NaN is NaN

@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw as fused_adamw
 from moe.kernels.common.backend import cdiv, pick_backend, tl, triton
 from moe.kernels.common.launch import launch, on_device
 from parallel.engines.optimizer import Group, Piece, Scalars
-from parallel.engines.rounding import WORD, bits, mix, narrow, store, widen
+from parallel.engines.rounding import bits, mix, narrow, random_word, signed, store, widen
 from training.optim.config import OptimConfig
 
 
@@ -98,13 +98,7 @@ def _adamw_kernel(
         w = w * decay - step_size * m / (tl.sqrt(v) * unroot + eps)
         if ROUND_WEIGHT or ROUND_MOMENTS:
             step = tl.load(numbers_ptr + 5).to(tl.int32).to(tl.uint32, bitcast=True)
-            key = mix((mix(step) ^ seed).to(tl.uint32))
-            low = (places + first).to(tl.uint32)
-            # the upper half of a place is that of the block's first element, or one more
-            high = ((start + first) >> 32).to(tl.uint32)
-            same = ((places + first) >> 32) == ((start + first) >> 32)
-            upper = tl.where(same, mix(key ^ (high + 1)), mix(key ^ (high + 2)))
-            one = mix(low ^ upper)
+            one = random_word(places, first, start, seed, step)
         if ROUND_WEIGHT:
             tl.store(weight_ptr + places, narrow(w, one & 0xFFFF), mask=mask)
         else:
@@ -136,12 +130,11 @@ def adamw_triton(
     if size == 0:
         return
     beta1, beta2 = rates.betas
-    seed = rates.seed & WORD
     with on_device(weight_P):
         launch(_adamw_kernel, (cdiv(size, block),),
             bits(weight_P), bits(weight_P if copy_P is None else copy_P), bits(exp_avg_P),
             bits(exp_avg_sq_P), bits(gradient_P), rates.numbers, size, first,
-            seed - (1 << 32) if seed >> 31 else seed,
+            signed(rates.seed),
             beta1, 1 - beta1, beta2, 1 - beta2, rates.eps,
             COPY=copy_P is not None, ROUND_WEIGHT=weight_P.dtype == torch.bfloat16,
             ROUND_MOMENTS=exp_avg_P.dtype == torch.bfloat16, BLOCK=block, num_warps=8,

@@ -171,9 +171,10 @@ def test_a_skipped_step_keeps_every_bit():
         assert torch.equal(tensor, kept[name]), name
 
 
-def test_large_pieces_are_taken_one_after_the_other(monkeypatch):
+@pytest.mark.parametrize("least", [1, 150])
+def test_large_pieces_are_taken_one_after_the_other_and_cut(monkeypatch, least):
     runs = []
-    for most in (1, 1 << 25):
+    for most in (least, 1 << 25):
         monkeypatch.setattr("parallel.engines.matrices.BATCH", most)
         layer, kinds = layer_of(shared_expert_size=6)
         engine = engine_of(layer, kinds)
