@@ -5,9 +5,9 @@
     python scripts/bench/train.py configs/qwen3_30b_a3b.yaml --layers 8 --peer --profile
     python scripts/bench/train.py configs/quickstart.yaml train.global_batch_size=16 --steps 3
 
-What is timed is the trainer's own step: forward, backward, clipping, AdamW (with the states that
-the config says: float32 master weights and moments by default), on packed rows of the bundled novel
-(real text with document borders; ids above its tokenizer's vocabulary do not occur). Weights are
+What is timed is the trainer's own step: forward, backward, clipping, the optimizer (with the
+states that the config says: float32 master weights and moments by default), on packed rows of the
+bundled novel (real text with document borders; ids above its tokenizer's vocabulary do not occur). Weights are
 random, so routing is that of an untrained model; `balanced` beside it forces every expert to the
 same load. The first steps (compilation, tuning) are left out; the figure is the median step.
 
@@ -243,8 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
     peak = peak_flops(torch.device(plan.device))
     header(
         f"{args.config}, {config.model.config.num_hidden_layers} layers, {plan.accumulation} x "
-        f"{plan.micro_batch_size} rows of {config.data.seq_len} tokens, {plan.dtype}, AdamW's "
-        f"weights {config.optim.weights}, moments {config.optim.moments}"
+        f"{plan.micro_batch_size} rows of {config.data.seq_len} tokens, {plan.dtype}, "
+        f"{config.optim.kind}: weights {config.optim.weights}, states {config.optim.moments}"
         f"{', compiled' if plan.compile else ''}",
         f"{flops / 1e9:.3g} GFLOP a token, forward and backward",
         *([f"MFU = tokens/s x that / {peak / 1e12:.0f} TFLOP/s"] if peak else []),
