@@ -7,9 +7,10 @@
 
 What is timed is the trainer's own step: forward, backward, clipping, the optimizer (with the
 states that the config says: float32 master weights and moments by default), on packed rows of the
-bundled novel (real text with document borders; ids above its tokenizer's vocabulary do not occur). Weights are
-random, so routing is that of an untrained model; `balanced` beside it forces every expert to the
-same load. The first steps (compilation, tuning) are left out; the figure is the median step.
+bundled novel (real text with document borders; ids above its tokenizer's vocabulary do not occur).
+Weights are random, so routing is that of an untrained model; `balanced` beside it forces every
+expert to the same load. The first steps (compilation, tuning) are left out; the figure is the
+median step.
 
     MFU = tokens/s * FLOPs per token / peak of the card
     FLOPs per token = 6 * weights in products that a token meets + 6 * layers * heads * head_dim *
