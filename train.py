@@ -2,6 +2,8 @@
 
     python train.py CONFIG [section.key=value ...]
     torchrun --standalone --nproc-per-node=N train.py CONFIG [section.key=value ...]
+    python train.py --help optim.schedule        what these settings are; --help alone: the sections
+    python train.py --version
 
 CONFIG is a YAML file, for example configs/quickstart.yaml; every setting is explained in
 docs/configuration.md. The same command again resumes from the last good checkpoint.
@@ -35,7 +37,16 @@ from training.assemble import make_train_state, model_config
 from training.bias_calibration import calibrate
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import tokenizer_folder
-from training.config.build import Config, Plan, field_names, load_config, make_plan, write_resolved
+from training.config.build import (
+    Config,
+    Plan,
+    field_names,
+    load_config,
+    make_plan,
+    versions,
+    write_resolved,
+)
+from training.config.describe import describe
 from training.config.load import ConfigError, read_words
 from training.config.sections import Keep
 from training.config.validate import check_run
@@ -223,11 +234,26 @@ def finish(state: RunState, stopped: bool) -> int:
 EXAMPLE = "python train.py configs/quickstart.yaml train.steps=50"
 
 
+def explain(arguments: Sequence[str]) -> int:
+    """Print the versions, this program's help, or that of the settings that are named."""
+    if "--version" in arguments:
+        print("\n".join(f"{name} {version}" for name, version in versions().items()))
+        return faults.DONE
+    places = [word for word in arguments if not word.startswith("-")]
+    try:
+        for place in places:
+            print("\n".join(describe(place, field_names())))
+    except ConfigError as error:
+        return faults.report_error(0, error, faults.USER_ERROR)
+    if not places:
+        print(__doc__, *describe("", {}), sep="\n")
+    return faults.DONE
+
+
 def main(arguments: Sequence[str]) -> int:
     """Train as the command line says; the exit code."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return faults.DONE
+    if {"-h", "--help", "--version"} & set(arguments):
+        return explain(arguments)
     if not arguments:
         if launched_rank() == 0:
             print(__doc__, file=sys.stderr)

@@ -11,17 +11,16 @@ import sys
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from models.config import ModelConfig
 from models.families import FAMILIES
 from moe.settings import OneOf
 from training.config.build import Config, ModelSection
+from training.config.describe import FIRST, default, first_sentence, values
 from training.config.messages import models_in, option_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +47,7 @@ python train.py configs/quickstart.yaml train.steps=50 run.name=try
   kind's settings exist: `router.bias: {kind: sign, rate: 0.01}` in a file, on the command line
   `router.bias.kind=sign router.bias.rate=0.01` or `'router.bias={kind: sign, rate: 0.01}'`;
   `router.bias=null` switches it off. Another `kind` on the command line starts from that kind's
-  defaults.
+  defaults, but for what all kinds share, such as `optim.lr`.
 - `auto` stands for what the model's family has; the resolved config spells it out.
 - Mistakes end with exit code 2 and one line before any model is built: an unknown key or kind (with
   the nearest valid name), a missing or wrong value, a combination that is impossible.
@@ -57,83 +56,6 @@ python train.py configs/quickstart.yaml train.steps=50 run.name=try
 **Bold keys** are the ones to begin with; the rest can stay as it is. The tables are made from the
 docstrings in the code by `python scripts/_config_docs.py`.
 """
-FIRST = {
-    "run.name", "model.family", "model.hf_config", "data.sources", "data.tokenizer", "data.seq_len",
-    "train.steps", "train.global_batch_size", "train.micro_batch_size", "optim.lr",
-    "optim.schedule.warmup_steps", "eval.every_steps", "checkpoint.every_steps",
-}  # fmt: skip
-"""The settings that a first run of one's own needs."""
-
-
-def type_name(annotation: Any) -> str:
-    """A field's type in a user's words."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return type_name(arguments[0])
-    if origin is typing.Literal:
-        return ", ".join(f"`{word}`" for word in arguments)
-    if origin in (list, tuple):
-        return f"list of {type_name(arguments[0])}"
-    if origin is dict:
-        return "mapping"
-    if arguments:
-        parts = [type_name(part) for part in arguments if part is not type(None)]
-        return " or ".join(dict.fromkeys(parts))
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "mapping"
-    return {int: "integer", float: "number", str: "text", bool: "`true`, `false`"}[annotation]
-
-
-def limits(field: FieldInfo) -> str:
-    """The bounds of a number, if there are any."""
-
-    def found(annotation: Any, metadata: list[Any]) -> Iterator[str]:
-        for item in metadata:
-            for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-                if getattr(item, name, None) is not None:
-                    yield f"{sign} {getattr(item, name):g}"
-            yield from found(None, list(getattr(item, "metadata", ())))
-        if typing.get_origin(annotation) is typing.Annotated:
-            inner, *more = typing.get_args(annotation)
-            yield from found(inner, more)
-        elif typing.get_origin(annotation) not in (list, None):
-            for part in typing.get_args(annotation):
-                if not isinstance(part, (str, bool, int)):
-                    yield from found(part, [])
-
-    return " and ".join(dict.fromkeys(found(field.annotation, field.metadata)))
-
-
-def default(model: type[BaseModel], key: str) -> str:
-    field = model.model_fields[key]
-    if model is ModelConfig and key != "family":
-        usual = None if field.is_required() else field.default
-        values = [family.defaults.get(key, usual) for family in FAMILIES.values()]
-        same = all(value == values[0] for value in values)
-        return "by family" if not same else "`null`" if values[0] is None else _code(values[0])
-    if field.is_required():
-        return "**required**"
-    value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "`null`"
-    if isinstance(value, list) and value and isinstance(value[0], BaseModel):
-        value = [item.model_dump(exclude_defaults=True) for item in value]
-    if isinstance(value, BaseModel):
-        return f"`{value.kind}`" if option_in(field) is not None else "below"
-    return _code(value)
-
-
-def _code(value: Any) -> str:
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def values(field: FieldInfo) -> str:
-    """What a field can be: words, kinds, or a type and its bounds."""
-    option = option_in(field)
-    if option is None:
-        return " ".join(filter(None, (type_name(field.annotation), limits(field))))
-    kinds = ", ".join(f"`{kind}`" for kind in option.table)
-    return "".join(f"`{word}`, " for word in option.words) + f"kinds {kinds}"
 
 
 def table(
@@ -154,10 +76,6 @@ def table(
         name = f"**`{key}`**" if f"{place}.{key}" in FIRST else f"`{key}`"
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
         yield f"| {name} | {values(field)} | {default(model, key)} | {meaning} |"
-
-
-def first_sentence(model: type[BaseModel]) -> str:
-    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
 
 
 def nested(model: type[BaseModel], place: str, skip: Collection[str] = ()) -> Iterator[str]:

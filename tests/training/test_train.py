@@ -557,7 +557,14 @@ def test_exit_codes_of_mistakes(run, tiny_config, tmp_path, capsys, monkeypatch)
         assert message in captured.err and captured.err.count("\n") == 1, captured.err
         assert "Traceback" not in captured.err
     assert train.main(["--help"]) == 0
-    assert "Exit codes" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Exit codes" in out and "\noptim       kinds adamw, muon\n" in out
+    assert train.main(["--help", "optim.lrr"]) == 2
+    assert capsys.readouterr().err == (
+        "error: there is no setting optim.lrr; did you mean optim.lr?\n"
+    )
+    assert train.main(["--version"]) == 0
+    assert f"\ntorch {torch.__version__}\n" in capsys.readouterr().out
     monkeypatch.setattr(train, "train_step", lambda *_, **__: 1 / 0)
     assert run("run.name=bug") == 1
     assert "ZeroDivisionError" in capsys.readouterr().err, "a bug shows its traceback"
