@@ -44,6 +44,7 @@ class Routing:
     num_tokens: int
     slots_per_token: int | None  # K when every token has exactly K slots, else None (ragged)
     slot_offsets_T1: Tensor | None = None  # int32 [T + 1] first slot of each token, when ragged
+    most_per_expert: int | None = None  # rows that no expert exceeds, where a rule limits them
 
     @classmethod
     def from_topk(

@@ -67,6 +67,10 @@ class AllToAll(_Chunked):
     kind: Literal["all_to_all"] = "all_to_all"
     chunks: Annotated[int, Field(ge=1)] = 2
     """Parts of a micro-batch that travel while others are computed."""
+    sizes: Literal["exact", "bounded"] = "exact"
+    """exact: ranks tell each other how many tokens they send, which the host waits for. bounded:
+    room for all that can be sent, every token or, with `router.capacity`, those that a rank's
+    experts can take; nothing is read back. Ranks must have equally many tokens, as in training."""
 
 
 class Pairwise(_Exchange):

@@ -40,6 +40,7 @@ from moe.types import RouterStats
 from parallel.config import AllGather, AllToAll, Pairwise
 from parallel.exchange.all_gather import AllGatherExchange
 from parallel.exchange.all_to_all import Float8, Plain, WithIds, collect, issue, spread, wait
+from parallel.exchange.bounded import bounded_routing, bounds_of, plan_bounded
 from parallel.exchange.dispatch import (
     DispatchPlan,
     exchange_counts,
@@ -228,9 +229,14 @@ class ParallelExperts(nn.Module):
             )
             return finish(y_TD)
         pairs = sort_pairs(routing, self.plan, rank, config.kernels)
-        counts_NB2 = exchange_counts(pairs.counts_B2, self.transport_group)
-        plan = plan_dispatch(pairs, counts_NB2, self.plan, rank, backend)
-        gates, ids = plan.gates(routing.gates_S, pairs.row_S), plan.ids()
+        bounds = None
+        if getattr(self.exchange, "sizes", "exact") == "bounded":
+            bounds = bounds_of(routing, self.plan)
+            plan = plan_bounded(pairs, self.plan, rank, bounds, backend)
+        else:
+            counts_NB2 = exchange_counts(pairs.counts_B2, self.transport_group)
+            plan = plan_dispatch(pairs, counts_NB2, self.plan, rank, backend)
+        gates, ids = plan.gates(routing.gates_S), plan.ids()
         rows_CD = spread(rows_TD, plan.copies)
         parts = list(rows_CD.split([sum(step.rows.send) for step in plan.steps]))
         del rows_CD
@@ -254,9 +260,14 @@ class ParallelExperts(nn.Module):
             if i + 1 < len(plan.steps):
                 sent = dispatch(i + 1)
             gate_P, rows_QD = (wait(*flight) for flight in flights)
-            received = received_routing(
-                id_P.ids, gate_P, rows_QD.shape[0], self.num_experts, config.kernels
-            )
+            if bounds is None:
+                received = received_routing(
+                    id_P.ids, gate_P, rows_QD.shape[0], self.num_experts, config.kernels
+                )
+            else:
+                received = bounded_routing(
+                    id_P.ids, gate_P, bounds, self.num_experts, config.kernels
+                )
             y_QD = compute(rows_QD, received)
             returning.append(issue(y_QD, self.transport, step.rows.reversed()))
         if shared is not None:

@@ -11,6 +11,8 @@ Sources: GShard (arXiv 2006.16668), Switch Transformer (arXiv 2101.03961).
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -102,9 +104,13 @@ def limit_capacity(
     expert_S = torch.where(rank_S < limit, routing.expert_S, -1)
     gates_S = torch.where(expert_S >= 0, routing.gates_S, 0.0)
     shape = gating.expert_TK.shape
-    return Routing.from_topk(
+    limited = Routing.from_topk(
         expert_S.view(shape), gates_S.view(shape), routing.num_experts, backend
     )
+    if isinstance(experts, Tensor):
+        return limited
+    most = math.ceil(factor * gating.expert_TK.numel() / (experts or routing.num_experts) - 1e-9)
+    return replace(limited, most_per_expert=most)
 
 
 def ranks(routing: Routing, drop: str) -> Tensor:

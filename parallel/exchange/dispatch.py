@@ -64,13 +64,17 @@ class Dispatch:
     """int32: token of each pair."""
     slot_P: Tensor
     """int32: slot of each pair."""
+    row_S: Tensor
+    """int32: place of each slot's pair, -1 for none."""
     local_pairs: int
     """Length of the local block."""
 
-    def gates(self, gates_S: Tensor, row_S: Tensor) -> list[Tensor]:
+    def gates(self, gates_S: Tensor) -> list[Tensor]:
         """Gates of the pairs of each step, and of the local block, with their gradients."""
         sizes = [sum(step.pairs.send) for step in self.steps]
-        return list(_Permute.apply(gates_S, self.slot_P, row_S).split([*sizes, self.local_pairs]))
+        return list(
+            _Permute.apply(gates_S, self.slot_P, self.row_S).split([*sizes, self.local_pairs])
+        )
 
     def ids(self) -> list[Tensor]:
         """`id_P` cut as `gates`."""
@@ -235,6 +239,7 @@ def plan_dispatch(
         id_P=expert_P * 2 + pairs.first_P[:total].to(torch.int32),
         token_P=token_P,
         slot_P=slot_P,
+        row_S=pairs.row_S,
         local_pairs=local_pairs,
     )  # fmt: skip
 

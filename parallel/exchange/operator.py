@@ -80,7 +80,7 @@ def _forward(
     layer: Tensor,
     inputs: list[Tensor],
     routing: list[Tensor],
-    slots_per_token: int,
+    numbers: list[int],
     output_sums: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +89,7 @@ def _forward(
     Args:
         inputs: tokens, gates, w1, w2, and the parameters of the shared expert.
         routing: the other tensors of a `Routing`.
-        slots_per_token: -1 where tokens have unequal numbers.
+        numbers: its slots for each token and most rows of an expert; -1 for None.
         record: whether a backward may come.
     """
     module: Any = _layers[int(layer)]
@@ -97,9 +97,10 @@ def _forward(
         inputs = [tensor.detach().requires_grad_(record) for tensor in inputs]
         x_TD, gates_S, w1, w2, *shared = inputs
         expert_S, row_S, token_R, slot_R, offsets_E1, *slot_offsets = routing
+        slots_per_token, most = (None if number < 0 else number for number in numbers)
         given = Routing(
-            gates_S, expert_S, row_S, token_R, slot_R, offsets_E1, x_TD.shape[0],
-            None if slots_per_token < 0 else slots_per_token, *slot_offsets,
+            gates_S, expert_S, row_S, token_R, slot_R, offsets_E1, x_TD.shape[0], slots_per_token,
+            *(slot_offsets or [None]), most_per_expert=most,
         )  # fmt: skip
         names = [] if module.shared is None else [n for n, _ in module.shared.named_parameters()]
         weights = dict(zip(names, shared))
@@ -120,7 +121,7 @@ def _fake_forward(
     layer: Tensor,
     inputs: list[Tensor],
     routing: list[Tensor],
-    slots_per_token: int,
+    numbers: list[int],
     output_sums: bool,
     record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +136,7 @@ def _fake_forward(
 
 
 _forward_op = define_op(
-    "experts_forward(Tensor layer, Tensor[] inputs, Tensor[] routing, int slots_per_token, "
+    "experts_forward(Tensor layer, Tensor[] inputs, Tensor[] routing, int[] numbers, "
     "bool output_sums, bool record) -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
@@ -172,16 +173,14 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: Tensor,
-        slots_per_token: int,
+        numbers: list[int],
         output_sums: bool,
         record: bool,
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         inputs, routing = list(tensors[:count]), list(tensors[count:])
-        y_TD, sums_ED, tape = _forward_op(
-            layer, inputs, routing, slots_per_token, output_sums, record
-        )
+        y_TD, sums_ED, tape = _forward_op(layer, inputs, routing, numbers, output_sums, record)
         ctx.others = len(routing)
         ctx.save_for_backward(tape, *inputs)
         ctx.mark_non_differentiable(sums_ED)
@@ -218,8 +217,9 @@ def experts_operator(
     ]  # fmt: skip
     if routing.slot_offsets_T1 is not None:
         others.append(routing.slot_offsets_T1)
-    slots = -1 if routing.slots_per_token is None else routing.slots_per_token
+    given = (routing.slots_per_token, routing.most_per_expert)
+    numbers = [-1 if number is None else number for number in given]
     y_TD, sums_ED = _Experts.apply(
-        layer, slots, output_sums, torch.is_grad_enabled(), len(inputs), *inputs, *others
+        layer, numbers, output_sums, torch.is_grad_enabled(), len(inputs), *inputs, *others
     )
     return (y_TD, sums_ED) if output_sums else y_TD

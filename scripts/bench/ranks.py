@@ -34,10 +34,15 @@ RANK = (
 EXCHANGE_KINDS = {
     "2 chunks": ("kind=all_to_all", "chunks=2"),
     "1 chunk": ("kind=all_to_all", "chunks=1"),
+    "1 chunk, bounded": ("kind=all_to_all", "chunks=1", "sizes=bounded"),
     "pairwise": ("kind=pairwise",),
     "all_gather": ("kind=all_gather",),
     "all_gather, equal tokens": ("kind=all_gather", "equal_tokens=true"),
 }
+
+
+FIXED = ("all_gather", "1 chunk, bounded")
+"""Kinds whose sizes do not depend on the routing."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def cases(ranks: list[int], degrees: list[int], engines: list[str], skews: list[
                 found.append(Case(name + "not split", size, nodes, 1, common))
                 continue
             for (kind, options), skew in itertools.product(EXCHANGE_KINDS.items(), skews):
-                if kind.startswith("all_gather") and skew > 1:
+                if kind.startswith(FIXED) and skew > 1:
                     continue
                 label = f"{placement} over {degree}, {kind}" + (f", skew {skew}" * (skew > 1))
                 settings = tuple(f"parallel.exchange.{option}" for option in options)

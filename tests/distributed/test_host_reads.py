@@ -25,6 +25,7 @@ WORLD = 2
 EXCHANGES = {
     "all_to_all": AllToAll(),
     "all_to_all, float8": AllToAll(payload="float8"),
+    "all_to_all, bounded": AllToAll(sizes="bounded"),
     "pairwise": Pairwise(),
     "all_gather": AllGather(),
     "all_gather, equal tokens": AllGather(equal_tokens=True),
@@ -108,3 +109,9 @@ def test_all_gather_reads_nothing_of_the_device(outcomes):
         reads, asked, same = outcome["all_gather, equal tokens"]
         assert (reads, asked) == ({}, 0)
         assert all(torch.equal(a, b) for a, b in zip(numbers, same, strict=True))
+
+
+def test_bounded_sizes_are_not_read(outcomes):
+    for outcome in outcomes:
+        reads, asked, _ = outcome["all_to_all, bounded"]
+        assert (reads, asked) == ({}, 0)

@@ -160,6 +160,21 @@ def test_rows_of_other_ranks_count_where_all_are_sent(tmp_path):
     assert lean.activations < whole.activations
 
 
+def test_room_for_all_that_can_be_sent_counts_where_sizes_are_bounded(tmp_path, monkeypatch):
+    """2 of 8 experts over 4 ranks, 128 tokens: 256 pairs are a rank's own. Without a limit there
+    is room for 256 from each of four; with one of 1.25 for two experts of 40 each."""
+    monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
+    words = ["train.micro_batch_size=1", "train.dtype=bfloat16", "parallel.expert=4"]
+    found = []
+    for more in ([], ["router.capacity.factor=1.25"]):
+        config = load_config(write(tmp_path), [*words, "parallel.exchange.sizes=bounded", *more])
+        found.append(process_memory(config, make_plan(config, 8, cuda=False, hosts=4)).activations)
+    layers = len(SMALL.moe_layers)
+    pair, row = 2 * SMALL.moe_intermediate_size * 2, SMALL.hidden_size * 2
+    assert found[0] == layers * ((4 * 256 - 256) * pair + 3 * 128 * row)
+    assert found[1] == layers * ((4 * 80 - 256) * pair + 3 * 80 * row)
+
+
 @pytest.mark.parametrize("name", ["olmoe_1b_7b", "mixtral_8x7b", "qwen3_30b_a3b"])
 def test_rows_of_other_ranks_are_as_wide_as_the_experts_of_each_family(name, monkeypatch):
     """olmoe and mixtral have no `moe_intermediate_size`."""

@@ -303,6 +303,7 @@ TURNED = {
     "parallel.exchange.kind": "parallel.exchange.kind=pairwise",
     "parallel.exchange.chunks": "parallel.exchange.chunks=3",
     "parallel.exchange.payload": "parallel.exchange.payload=float8",
+    "parallel.exchange.sizes": "parallel.exchange.sizes=bounded",
     "parallel.exchange.equal_tokens": (
         "parallel.exchange.kind=all_gather parallel.exchange.equal_tokens=true"
     ),

@@ -99,6 +99,11 @@ def test_every_setting_arrives(tiny_config):
             "router.rounding.tile=4",
             "parallel.exchange.kind=all_gather does not go with router.rounding",
         ),
+        (
+            "parallel.nodes=4 parallel.exchange.sizes=bounded router.rounding.to=nearest "
+            "router.rounding.tile=4",
+            "parallel.exchange.sizes=bounded does not go with router.rounding",
+        ),
         ("parallel.nodes=0", "parallel.nodes=0"),
         ("parallel.expret=2", "did you mean parallel.expert"),
     ],

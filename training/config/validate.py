@@ -127,10 +127,13 @@ def _check_rounding(config: Config, rows: int) -> None:
     model, rounding = config.model.config, config.router.rounding
     if rounding is None:
         return
-    if config.parallel.exchange.kind == "all_gather":
+    exchange = config.parallel.exchange
+    fixed = "kind=all_gather" if exchange.kind == "all_gather" else "sizes=bounded"
+    if exchange.kind == "all_gather" or getattr(exchange, "sizes", "exact") == "bounded":
         raise ConfigError(
-            "parallel.exchange.kind=all_gather does not go with router.rounding, which gives "
-            "tokens unequal numbers of experts; allowed with it: all_to_all, pairwise"
+            f"parallel.exchange.{fixed} does not go with router.rounding, which gives "
+            "tokens unequal numbers of experts; allowed with it: all_to_all with exact sizes, "
+            "pairwise"
         )
     tokens, tile = rows * config.data.seq_len, rounding.tile
     mean = tokens * model.num_experts_per_tok / (model.num_experts * tile)

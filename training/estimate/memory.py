@@ -3,6 +3,7 @@ of one micro-batch (`training.estimate.replay`)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -97,22 +98,31 @@ def process_memory(config: Config, plan: Plan) -> Memory:
         context = CONTEXT + (COMMUNICATION if plan.world_size > 1 else 0)
     kept = _sharded(config, plan) if plan.sharded else _whole(config, plan)
     activations = activation_bytes(config, plan)
-    if plan.sharded and plan.exchange.kind == "all_gather":
+    if plan.sharded:
         activations += _foreign_bytes(config, plan)
     return Memory(**kept, activations=activations, context=context)
 
 
 def _foreign_bytes(config: Config, plan: Plan) -> int:
-    """Of the exchange all_gather: pre-activations of the experts for every row that the other ranks
-    send, as if all K experts of its token were here, in the layers that keep theirs for backward;
-    and the rows."""
+    """Of exchanges with fixed sizes: pre-activations of the experts for every pair that there is
+    room for beyond a process's own, in the layers that keep theirs for backward; and the rows."""
     model, width = config.model.config, DTYPES[plan.dtype].itemsize
-    tokens = plan.micro_batch_size * config.data.seq_len * (plan.mesh.expert - 1)
+    tokens, others = plan.micro_batch_size * config.data.seq_len, plan.mesh.expert - 1
+    k, experts = model.num_experts_per_tok, model.num_experts // plan.mesh.expert
+    if plan.exchange.kind == "all_gather":  # as if all K experts of each token were here
+        rows, pairs = others * tokens, others * tokens * k
+    elif getattr(plan.exchange, "sizes", "exact") == "bounded":
+        held = tokens * min(k, experts)
+        if config.router.capacity is not None:
+            limit = math.ceil(config.router.capacity.factor * tokens * k / model.num_experts)
+            held = min(held, experts * limit)
+        rows, pairs = others * min(tokens, held), max(0, (others + 1) * held - tokens * k)
+    else:
+        return 0
     layers = 1 if config.train.checkpointing == "full" else len(model.moe_layers)
     columns = 2 * model.expert_size
     kept = {"h": columns * width, "fp8_h": columns, "x": 0}[config.model.save]
-    rows = model.num_experts_per_tok * kept + model.hidden_size * width
-    return layers * tokens * rows
+    return layers * (pairs * kept + rows * model.hidden_size * width)
 
 
 def _whole(config: Config, plan: Plan) -> dict[str, int]:
