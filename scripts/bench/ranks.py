@@ -21,7 +21,7 @@ from parallel.mesh import PLACEMENTS
 from parallel.processes import RankError, run_processes
 from scripts import verify
 from scripts.bench.fake_ranks import one_of
-from scripts.bench.harness import DEVICE, Table, finish, recorded, wait
+from scripts.bench.harness import DEVICE, Table, finish, recorded, release, wait
 from scripts.bench.train import TEXT, balance, draw_on_device, one_step, text_batches
 from training.assemble import make_train_state, model_config
 from training.config.build import Config, ConfigError, load_config, make_plan
@@ -103,6 +103,7 @@ def bench_rank(config: Config, case: Case, repeats: int, folder: str) -> dict:
             config, architecture, plan, world, device, steps=config.train.steps or 1000
         )
         balance(state.model)
+        release()
         # Gradients of a fake reduction are arbitrary numbers, which must not move the weights.
         step = one_step(state, lr=0.0)
         given = text_batches(config, plan, tokenizer, repeats + WARMUP, world)

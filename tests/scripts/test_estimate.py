@@ -166,7 +166,7 @@ def test_room_for_all_that_can_be_sent_counts_where_sizes_are_bounded(tmp_path, 
     monkeypatch.setattr(training.estimate.memory, "activation_bytes", lambda config, plan: 0)
     words = ["train.micro_batch_size=1", "train.dtype=bfloat16", "parallel.expert=4"]
     found = []
-    for more in ([], ["router.capacity.factor=1.25"]):
+    for more in ([], ["router.capacity.factor=1.25", "router.end_steps=10"]):
         config = load_config(write(tmp_path), [*words, "parallel.exchange.sizes=bounded", *more])
         found.append(process_memory(config, make_plan(config, 8, cuda=False, hosts=4)).activations)
     layers = len(SMALL.moe_layers)
