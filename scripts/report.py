@@ -66,8 +66,8 @@ pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: .8re
 """
 
 EVENTS_SHOWN = 200
-WIDE = ("load",)
-"""Pictures of many panels, which take the whole width."""
+WIDE = ("load", "load_by_layer")
+"""Pictures with much in them, which take the whole width."""
 
 
 def svg(figure: Figure) -> str:
@@ -174,7 +174,8 @@ def render(record: Record, now: float | None = None) -> str:
         )
         + "<table><tr><th>time</th><th>attempt</th><th>event</th><th>what</th></tr>"
         + "".join(map(_event_row, events))
-        + f"</table><h2>Config</h2><pre>{html.escape(config_text)}</pre></body></html>\n"
+        + f"</table><h2>Config</h2><details><summary>config.yaml, every setting</summary>"
+        f"<pre>{html.escape(config_text)}</pre></details></body></html>\n"
     )
 
 

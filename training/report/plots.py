@@ -43,20 +43,33 @@ def thin(series: Series, points: int = POINTS) -> Series:
     return Series([series.steps[i] for i in order], [series.values[i] for i in order])
 
 
+def smoothed(series: Series) -> Series:
+    """Mean with exponentially falling weights over about a twentieth of the points, those before
+    the first counting nothing."""
+    decay = 1 - 1 / max(1.0, len(series) / 20)
+    total = weight = 0.0
+    values = []
+    for value in series.values:
+        if math.isfinite(value):
+            total, weight = decay * total + value, decay * weight + 1
+        values.append(total / weight if weight else math.nan)
+    return Series(series.steps, values)
+
+
 def _draw(axes: Axes, series: Series, **style: object) -> None:
     series = thin(series)
     axes.plot(series.steps, series.values, **({"linewidth": 1.2} | style))
 
 
-def _figure(title: str, unit: str) -> tuple[Figure, Axes]:
+def _figure(title: str, unit: str, width: float = 5.6) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
-    figure = Figure(figsize=(5.6, 3.0), layout="constrained")
+    figure = Figure(figsize=(width, 3.0), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel(unit, fontsize=8)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(which="both", labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -74,14 +87,16 @@ def figures(
     loss, val = record.series("loss"), record.series("val_loss")
     if loss.steps:
         figure, axes = _figure("loss", "nats per token")
-        _draw(axes, loss, color=BLUE, label="training")
+        _draw(axes, loss, color=BLUE, alpha=0.3, linewidth=0.8)
+        _draw(axes, smoothed(loss), color=BLUE, label="training")
         if val.steps:
             axes.plot(val.steps, val.values, "o-", color=ORANGE, markersize=3, label="validation")
         for name, series in record.sources("val_loss").items():
             axes.plot(series.steps, series.values, ":", linewidth=1.2, label=f"validation, {name}")
         if unigram_entropy is not None:
             axes.axhline(unigram_entropy, color=GREY, linestyle="--", label="unigram entropy")
-        axes.legend(fontsize=8, frameon=False)
+        # above the curves: nothing is drawn there
+        axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.99))
         yield "loss", "Both fall; validation rising while training falls is overfitting.", figure
 
     simple = (
@@ -157,7 +172,7 @@ def figures(
 
 
 def _heat_map(layers: dict[int, Series]) -> Figure:
-    figure, axes = _figure("max_violation by MoE layer", "MoE layer")
+    figure, axes = _figure("max_violation by MoE layer", "MoE layer", width=11.8)
     steps = sorted({step for series in layers.values() for step in series.steps})
     columns = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, 120).astype(int))]
     place = {step: column for column, step in enumerate(columns)}
@@ -178,7 +193,7 @@ def _heat_map(layers: dict[int, Series]) -> Figure:
     if len(layers) > 12:
         axes.set_yticks(range(0, len(layers), 4), [str(n) for n in list(layers)[::4]])
     axes.grid(visible=False)
-    bar = figure.colorbar(image, ax=axes)
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
     bar.set_label("load / mean - 1", fontsize=8)
     bar.ax.tick_params(labelsize=8)
     return figure
