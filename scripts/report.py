@@ -22,7 +22,7 @@ from scripts._command import command, make_parser
 from training.config.load import user_path
 from training.report.findings import Finding, findings
 from training.report.plots import figures
-from training.report.record import Record, read_run, unigram_entropy
+from training.report.record import Record, read_run, unigram_entropy, with_errors
 from training.report.units import human_count, human_time
 
 if TYPE_CHECKING:
@@ -138,6 +138,20 @@ def _event_row(event: dict[str, Any]) -> str:
     return "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>"
 
 
+def _score_rows(record: Record) -> str:
+    """The last value of each score that was measured, with the step of its checkpoint."""
+    rows = {}
+    for line in record.scores:
+        limit = line["settings"]["limit"]
+        for name, value, error in with_errors(line["scores"]):
+            shown = f"{value:.4f}" + (f" ± {error:.4f}" if error else "")
+            rows[name] = (name, shown, line["step"], "all" if limit is None else limit)
+    return "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows.values()
+    )
+
+
 def render(record: Record, now: float | None = None) -> str:
     """The whole page."""
     unigram = unigram_entropy(record)
@@ -167,7 +181,12 @@ def render(record: Record, now: float | None = None) -> str:
         f'<div class="cards">{numbers}</div>'
         f"<h2>Findings</h2>{told}"
         f'<h2>Curves</h2><div class="plots">{shown}</div>'
-        f"<h2>Events</h2>"
+        + (
+            "<h2>Scores</h2><table><tr><th>score</th><th>value</th><th>step</th>"
+            f"<th>questions</th></tr>{_score_rows(record)}</table>"
+        )
+        * bool(record.scores)
+        + "<h2>Events</h2>"
         + (
             f"<p>The last {len(events)}; {left_out} earlier ones are in events.jsonl.</p>"
             * (left_out > 0)

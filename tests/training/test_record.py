@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from training.report.findings import findings
-from training.report.plots import draw, figures, thin
+from training.report.plots import draw, figures, smoothed, thin
 from training.report.record import Series, read_run, unigram_entropy
 
 NOW = 2_000_000.0
@@ -309,13 +309,24 @@ def test_pictures_are_drawn_for_what_was_logged(tmp_path):
     assert {path.name for path in (folder / "plots").iterdir()} == {f"{n}.png" for n in names}
 
 
+def test_smoothing_weighs_by_distance_and_leaves_out_what_is_no_number():
+    steps = list(range(60))  # a third of the weight is that of a point itself
+    assert smoothed(Series(steps, [2.0] * 60)).values == pytest.approx([2.0] * 60)
+    jump = smoothed(Series(steps, [0.0] * 30 + [1.0] * 30)).values
+    assert jump[29] == 0 and jump[30] == pytest.approx(1 / 3, abs=0.01) and jump[-1] > 0.99
+    gap = smoothed(Series(steps, [1.0] * 30 + [math.nan] + [1.0] * 29)).values
+    assert gap == pytest.approx([1.0] * 60)
+
+
 def test_the_loss_picture_holds_the_data(tmp_path):
     record = read_run(make_run(tmp_path / "run"))
     pictures = {name: figure for name, _, figure in figures(record, unigram_entropy=6.5)}
     axes = pictures["loss"].axes[0]
-    labels = {line.get_label(): line for line in axes.lines}
+    raw, *lines = axes.lines
+    labels = {line.get_label(): line for line in lines}
     assert set(labels) == {"training", "validation", "unigram entropy"}
-    assert list(labels["training"].get_ydata()) == record.series("loss").values
+    assert list(raw.get_ydata()) == record.series("loss").values
+    assert list(labels["training"].get_ydata()) == smoothed(record.series("loss")).values
     assert set(labels["unigram entropy"].get_ydata()) == {6.5}
     grid = pictures["load_by_layer"].axes[0].images[0].get_array()
     assert grid.shape[0] == 2

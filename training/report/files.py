@@ -21,6 +21,7 @@ from typing import Any
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 LOAD = "load.jsonl"
+SCORES = "scores.jsonl"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """`OSError.errno` where there is no space to write."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
 from training.config.load import read_yaml
-from training.report.files import EVENTS, LOAD, holds_run, read_lines, read_metrics
+from training.report.files import EVENTS, LOAD, SCORES, holds_run, read_lines, read_metrics
 
 SOURCES_SHOWN = 8
 """Sources of text that have a curve of their own."""
@@ -37,6 +38,18 @@ class Series:
         return [value for value in self.values if math.isfinite(value)]
 
 
+def with_errors(scores: Mapping[str, float]) -> list[tuple[str, float, float | None]]:
+    """(name, value, standard error or None) of scores named TASK/METRIC, whose standard errors are
+    named TASK/METRIC_stderr, each with /FILTER behind it if it has one."""
+    rows = []
+    for name, value in scores.items():
+        task, _, rest = name.partition("/")
+        metric, slash, kept = rest.partition("/")
+        if not metric.endswith("_stderr"):
+            rows.append((name, value, scores.get(f"{task}/{metric}_stderr{slash}{kept}")))
+    return rows
+
+
 @dataclass(frozen=True)
 class Record:
     """A run folder as read."""
@@ -52,6 +65,8 @@ class Record:
     names: tuple[str, ...] = field(default=())
     loads: list[dict[str, Any]] = field(default_factory=list)
     """load.jsonl, read like `lines`."""
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    """scores.jsonl, what scripts/evaluate.py has measured."""
 
     def series(self, name: str) -> Series:
         """A metric by its name; NaN and infinity, which JSON holds as text, as floats again."""
@@ -142,6 +157,7 @@ def read_run(folder: str | Path) -> Record:
         events=list(read_lines(folder / EVENTS)),
         names=tuple(dict.fromkeys(name for line in lines for name in line)),
         loads=read_metrics(folder, LOAD),
+        scores=list(read_lines(folder / SCORES)),
     )
 
 
