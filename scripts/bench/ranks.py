@@ -22,7 +22,7 @@ from parallel.processes import RankError, run_processes
 from scripts import verify
 from scripts.bench.fake_ranks import one_of
 from scripts.bench.harness import DEVICE, Table, finish, recorded, release, wait
-from scripts.bench.train import TEXT, balance, draw_on_device, one_step, text_batches
+from scripts.bench.train import TEXT, balance, draw_on_device, one_step, text_batches, waits
 from training.assemble import make_train_state, model_config
 from training.config.build import Config, ConfigError, load_config, make_plan
 from training.data import load_tokenizer
@@ -133,6 +133,8 @@ def bench_rank(config: Config, case: Case, repeats: int, folder: str) -> dict:
                 "waits": found.waits,
                 "waited ms": found.waited_ms,
                 "peak GiB": torch.cuda.max_memory_allocated(device) / 2**30,
+                # last, as a step that is broken off leaves the engine in the middle of it
+                "waits at": waits(lambda _: step(len(given) + 2, given[-1])),
             }
     return row
 

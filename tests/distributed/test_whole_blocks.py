@@ -22,7 +22,7 @@ from parallel.mesh import Mesh, build_mesh, plan_mesh
 from tests.distributed import tiny
 from tests.distributed.launch import run
 
-WORLD, STEPS = 2, 2
+WORLD, STEPS = 2, 1
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,29 @@ def test_what_is_recorded_goes_with_the_output(layer):
     with torch.no_grad():
         called(layer, torch.randn(5, 16))
     assert len(operator._tapes) == before
+
+
+def test_memory_of_inputs_and_outputs_may_be_used_again(layer):
+    """As compiled code does with tensors of its own, once they are not needed any more."""
+    x_TD = torch.randn(5, 16, requires_grad=True)
+    y_TD, want, inputs = called(layer, x_TD.clone())
+    cotangent_TD = torch.randn(5, 16)
+    grads = torch.autograd.grad(want, [x for x in inputs if x.is_leaf], cotangent_TD)
+    with torch.no_grad():
+        inputs[0].fill_(7.0)
+        y_TD.fill_(7.0)
+    found = torch.autograd.grad(y_TD, [x for x in inputs if x.is_leaf], cotangent_TD)
+    assert all(torch.equal(a, b) for a, b in zip(found, grads, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast(layer, dtype):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x_TD = torch.randn(5, 16, dtype=dtype, requires_grad=True)
+        got, want, inputs = called(layer.to(dtype), x_TD * 1)  # casts of leaves are cached
+    assert got.dtype == want.dtype and torch.equal(got, want)
+    grads = [torch.autograd.grad(y.float().square().sum(), inputs) for y in (got, want)]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*grads, strict=True))
 
 
 def test_a_second_backward_is_refused(layer):
