@@ -63,6 +63,7 @@ def small(config: Path, folder: Path) -> list[str]:
         f"[{{path: {folder}/validation.txt, format: lines}}]}}",
         f"data.cache_dir={folder}/cache",
         "optim.schedule.warmup_steps=2",
+        "train.epochs=null",
         "train.steps=6",
         "train.global_batch_size=2",
         "train.micro_batch_size=2",
