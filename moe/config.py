@@ -176,7 +176,7 @@ class MoEConfig:
     """Of the whole run; read by rules that end with it (`router.end_steps`, `router.top_k`)."""
     start_experts: int | None = None
     """Slots that hold an expert at first; the others are free: no token goes there until
-    `moe.surgery` puts an expert in. None: all hold one for ever, and there is no mask."""
+    `moe.surgery` puts an expert in. None: all hold one forever, and there is no mask."""
     families: bool = False
     """A token chooses one of each family of copies (`moe.surgery`) at most, its best one."""
     importance: str = "load"

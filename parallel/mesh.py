@@ -259,7 +259,7 @@ def build_mesh(plan: MeshPlan, device: torch.device, timeout_s: float = 600.0) -
     for name in GROUPS:
         for ranks in plan.members(name):
             # Every rank makes every group, in this order: a rank that skipped the others' would
-            # number its own differently, and the first collective would wait for ever.
+            # number its own differently, and the first collective would wait forever.
             group = dist.new_group(ranks, timeout=timeout, group_desc=f"tessera_{name}")
             if rank in ranks:
                 groups[name] = group

@@ -46,7 +46,7 @@ class StepGuard:
     A step is skipped when its loss or the norm of its gradients is not finite, and, with
     `spike_factor`, when the norm exceeds that multiple of its running mean once `HISTORY` steps
     were seen. A spike enters the mean cut to the limit, so a lasting change of scale is followed
-    within some steps and not refused for ever; a step that is not finite leaves the mean alone.
+    within some steps and not refused forever; a step that is not finite leaves the mean alone.
 
     With `stop` (`optim.on_nonfinite=stop`) everything after the first step that is not finite is
     left out as well, so the weights stay those before it until the host learns of it at the next

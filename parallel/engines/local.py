@@ -114,7 +114,7 @@ class _Flat:
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
     """A hook that does not keep its engine alive: Python's collector does not see the way from a
-    parameter to its hooks, and would keep all that both hold for ever."""
+    parameter to its hooks, and would keep all that both hold forever."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: nn.Parameter) -> None:

@@ -94,7 +94,7 @@ def test_d3_starts_again_only_where_it_helps_and_ends_with_the_code_of_the_run(
     assert "Traceback" not in err and len(err.splitlines()) <= starts, err
 
 
-# Trains for ever with fewer than three processes; asked to stop, all of them save and end.
+# Trains forever with fewer than three processes; asked to stop, all of them save and end.
 GROWS = """
 import os, pathlib, signal, sys, time
 asked = pathlib.Path(__file__).with_name("asked")

@@ -481,7 +481,7 @@ def test_spikes_are_skipped_after_some_history():
 def test_a_lasting_change_of_scale_is_followed():
     reasons = run_norms([1.0] * 30 + [20.0] * 60, spike_factor=4.0)
     assert 2 in reasons, "at first it looks like a spike"
-    assert reasons[-1] == 0, "and must not be refused for ever"
+    assert reasons[-1] == 0, "and must not be refused forever"
 
 
 def test_nan_does_not_enter_the_running_mean():

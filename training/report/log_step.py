@@ -111,7 +111,7 @@ def _nonfinite_stop(state: RunState, window: Window) -> str | None:
 
 def _lost(state: RunState, window: Window) -> str | None:
     """Why the run cannot come to anything, if it cannot: a step that is not finite changes no
-    weight, so the next one starts from the same weights, and many in a row are for ever."""
+    weight, so the next one starts from the same weights, and many in a row are forever."""
     bad = {skipped.step for skipped in window.skipped if skipped.reason == "not finite"}
     for step in window.losses:
         state.not_finite = state.not_finite + 1 if step in bad else 0

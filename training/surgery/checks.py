@@ -24,7 +24,7 @@ def uses_slots(config: Config) -> bool:
 
 
 def start_experts(config: Config) -> int | None:
-    """Experts of a layer at first; None: the same slots hold one for ever, and no mask is kept."""
+    """Experts of a layer at first; None: the same slots hold one forever, and no mask is kept."""
     if not uses_slots(config):
         return None
     return config.expert_changes.start or config.model.config.num_experts
