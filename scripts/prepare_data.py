@@ -41,7 +41,12 @@ from training.data.writer import refuse_bad_lines, write_store
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("inputs", type=expand_home, nargs="*", help="files, globs or folders (jsonl, parquet, txt)")
+    add(
+        "inputs",
+        type=expand_home,
+        nargs="*",
+        help="files, globs or folders (jsonl, parquet, arrow, txt)",
+    )
     add("--out", type=user_path, help="folder of the store (with --corpus: a file)")
     tokenizer = parser.add_mutually_exclusive_group()
     tokenizer.add_argument(
@@ -55,7 +60,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--subset", help="configuration of the hub data set")
     add("--split", help="split of the hub data set (default train)")
     add("--files", type=expand_home, nargs="+", help="data files of the hub data set or builder")
-    add("--format", default="auto", help="auto, jsonl, json, parquet, text or lines")
+    add("--format", default="auto", help="auto, jsonl, json, parquet, arrow, text or lines")
     add("--text-field", help="field with the text (default text)")
     add("--on-bad-line", choices=("stop", "skip"), default="stop")
     add("--workers", type=int, default=0, help="number of processes; 0: one per core")

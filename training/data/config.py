@@ -37,11 +37,11 @@ class SourceConfig(Settings):
     """Name in logs and metrics; default: the file, folder or data set's own."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of the rows, relative to the other sources; default: in proportion to its size."""
-    format: Literal["auto", "jsonl", "json", "parquet", "text", "lines", "store"] = "auto"
+    format: Literal["auto", "jsonl", "json", "parquet", "arrow", "text", "lines", "store"] = "auto"
     """auto goes by the file's ending. json: an array of objects, or an object a line. text: a file
     is one document; lines: a line is one."""
     text_field: str | None = None
-    """Field or column with the document's text (jsonl, json, parquet, hub); default `text`."""
+    """Field or column with the document's text (all but text and lines); default `text`."""
     subset: str | None = None
     """Configuration name of a hub data set."""
     split: str | None = None

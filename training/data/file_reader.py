@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 
 from training.data.config import DataError, SourceConfig
@@ -66,6 +68,7 @@ class FileReader:
             "lines": self._lines,
             "text": self._text,
             "parquet": self._parquet,
+            "arrow": self._arrow,
         }
         first = start["file"] if start else 0
         for index in range(first, len(self.files)):
@@ -175,14 +178,7 @@ class FileReader:
             yield bad_item("unreadable parquet", str(path), error, _start_of(index + 1))
             return
         with file:
-            schema = file.schema_arrow
-            if name not in schema.names:
-                raise DataError(
-                    f"{path} has no column {name!r} (text_field); it has {', '.join(schema.names)}"
-                )
-            kind = schema.field(name).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise DataError(f"{path}: column {name!r} (text_field) is {kind}, not string")
+            _check_column(path, file.schema_arrow, name)
             for group in range(first, file.num_row_groups):
                 row = 0
                 for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=[name]):
@@ -192,6 +188,52 @@ class FileReader:
                             continue
                         place = f"{path}, row group {group}, row {row}"
                         yield _from_cell(cell, place, {"file": index, "group": group, "row": row})
+
+    def _arrow(self, index: int, start: Position | None) -> Iterator[Item]:
+        """Arrow's file or stream format, as `datasets` writes it; a batch of records at a time."""
+        path, name = self.files[index], self.text_field
+        first, skip = (start["group"], start["row"]) if start and "group" in start else (0, 0)
+        group = 0
+        try:
+            with pyarrow.memory_map(str(path)) as mapped:
+                reader = _arrow_reader(mapped)
+                _check_column(path, reader.schema, name)
+                for group, batch in enumerate(_record_batches(reader, first), first):
+                    for row, cell in enumerate(batch.column(name), 1):
+                        if group > first or row > skip:
+                            place = f"{path}, batch {group}, row {row}"
+                            yield _from_cell(
+                                cell, place, {"file": index, "group": group, "row": row}
+                            )
+        except (pyarrow.ArrowException, OSError) as error:
+            place = f"{path}, after batch {group}"
+            yield bad_item("unreadable arrow", place, error, _start_of(index + 1))
+
+
+def _check_column(path: Path, schema: pyarrow.Schema, name: str) -> None:
+    """DataError where there is no such column, or one that holds no text."""
+    if name not in schema.names:
+        raise DataError(
+            f"{path} has no column {name!r} (text_field); it has {', '.join(schema.names)}"
+        )
+    kind = schema.field(name).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise DataError(f"{path}: column {name!r} (text_field) is {kind}, not string")
+
+
+def _arrow_reader(mapped: pyarrow.MemoryMappedFile) -> Any:
+    """A reader of the file format, which begins with ARROW1, or of the stream format."""
+    is_file = mapped.read(6) == b"ARROW1"
+    mapped.seek(0)
+    return pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+
+
+def _record_batches(reader: Any, first: int) -> Iterator[pyarrow.RecordBatch]:
+    """Batches from number `first` on."""
+    if isinstance(reader, pyarrow.ipc.RecordBatchFileReader):
+        yield from map(reader.get_batch, range(first, reader.num_record_batches))
+    else:
+        yield from itertools.islice(reader, first, None)
 
 
 def _start_of(index: int) -> Position:

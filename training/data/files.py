@@ -15,12 +15,13 @@ _SUFFIXES = {
     ".ndjson": "jsonl",
     ".json": "json",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     ".txt": "text",
     ".text": "text",
     ".md": "text",
 }
 PACKED = (".gz", ".zst")
-"""Endings of compression, which may follow the others; parquet has its own."""
+"""Endings of compression, which may follow the others; parquet and arrow have their own."""
 # What comes beside text and is none of it: pages about a data set, and what `datasets` notes.
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|copying|code_of_conduct)([._-].*)?\.(md|txt|text|rst)"
@@ -64,12 +65,15 @@ def find_files(source: SourceConfig, key: str) -> tuple[list[Path], list[str]]:
         else:
             inside = _inside(path, given, key)
             matches, left_out = _sort_out(inside, path, source)
+            saved = [str(p.parent) for p in inside if p.name == "state.json"]
+            if len(saved) > 1:
+                raise DataError(
+                    f"{key}={given!r}: name one of the saved data sets: {', '.join(saved)}"
+                )
             if not matches:
-                saved = [str(p.parent) for p in inside if p.name == "state.json"]
                 raise DataError(
                     f"{key}={given!r}: none of the {len(inside)} files there is {_allowed(source)}"
                     f"{_because(left_out)}"
-                    f"{'; saved data sets: ' * bool(saved)}{', '.join(saved)}"
                 )
             names = _few([_name(match, path) for match in matches])
             notes.append(f"{given}: {_files(len(matches))} taken: {names}{_because(left_out)}")

@@ -15,6 +15,9 @@ from training.data.store import is_store
 Reader = FileReader | HubReader
 
 
+_ENDINGS = r"(\.(jsonl|ndjson|json|parquet|arrow|txt|text|md|gz|zst))+$"
+
+
 def source_name(source: SourceConfig) -> str:
     """Name in logs and metrics."""
     if source.name is not None:
@@ -27,9 +30,7 @@ def source_name(source: SourceConfig) -> str:
         return given.removeprefix(BUNDLED)
     path = Path(given)
     name = path.name if "*" not in path.name else path.parent.name
-    return (
-        _plain(re.sub(r"(\.(jsonl|ndjson|json|parquet|txt|text|md|gz|zst))+$", "", name)) or "data"
-    )
+    return _plain(re.sub(_ENDINGS, "", name)) or "data"
 
 
 def _plain(name: str) -> str:

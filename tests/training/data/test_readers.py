@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
@@ -128,6 +129,32 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "c.parquet").write_bytes(large.read_bytes()[:-10])
     items = list(reader(tmp_path / "c.parquet").items())
     assert [item.problem for item in items] == ["unreadable parquet"]
+
+
+def arrow(path: Path, values: list, kind: str = "file", rows: int = 7) -> Path:
+    table = pyarrow.table({"n": list(range(len(values))), "text": values})
+    make = {"file": pyarrow.ipc.new_file, "stream": pyarrow.ipc.new_stream}[kind]
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_arrow(tmp_path: Path, kind: str) -> None:
+    values = [f"text {i}" if i % 5 else None for i in range(40)]
+    whole = arrow(tmp_path / "a.arrow", values, kind)
+    items = list(reader(whole).items())
+    assert [item.text for item in items] == values
+    assert {item.problem for item in items if item.text is None} == {"text is not a string"}
+    for i in range(0, 40, 3):  # from any place on
+        assert [item.text for item in reader(whole).items(items[i].next)] == values[i + 1 :]
+    with pytest.raises(DataError, match=r"no column 'body' \(text_field\); it has n, text"):
+        list(reader(whole, text_field="body").items())
+    cut = write(tmp_path / "cut.arrow", whole.read_bytes()[: whole.stat().st_size * 6 // 10])
+    items = list(reader(cut).items())
+    assert items[-1].problem == "unreadable arrow" and str(cut) in items[-1].place
+    kept = [item.text for item in items[:-1]]
+    assert kept == values[: len(kept)]  # what was whole of a stream counts
 
 
 def test_parquet_with_invalid_utf8_keeps_its_neighbours(tmp_path: Path) -> None:
