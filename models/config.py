@@ -4,8 +4,9 @@
     config_from_hf("folder/")                   # a public model's config (models/hf/config.py)
     config.to_hf(dtype="bfloat16")              # config.json for transformers, vLLM, llama.cpp
 
-`ModelConfig` holds what all families have; a family is a subclass in a file of its own
-(`models.families`), which adds its fields, its attention, its router and its tensor names.
+`ModelConfig` holds what all families have, `models.moe_config.MoEModelConfig` also what those with
+experts have; a family is a subclass in a file of its own (`models.families`), which adds its
+fields, its attention, its router and its tensor names.
 
 Only what defines the function computed is here. How it is computed (kernels, precision, token
 rounding) is chosen when the model is built. What a family cannot express is refused by name, never
@@ -33,12 +34,6 @@ Count = Annotated[int, Field(ge=0)]
 
 FAMILIES: dict[str, type[ModelConfig]] = {}
 """`model_type` → family. `models.families` puts ours here; a file of your own can add another."""
-
-OWN_FIELDS = ("moe_expert_widths",)
-"""Fields that no family has in transformers: what they say is exact in the exported weights."""
-KEPT_FACTOR = "moe_routed_scaling_factor"
-"""Key of a checkpoint's config.json for the gates' factor in families that have none: an exported
-folder has it in the weights, and a foreign `routed_scaling_factor` is no key that they read."""
 
 Names = dict[str, str | tuple[str, str]]
 
@@ -72,7 +67,7 @@ FUSED_NAMES: Names = TENSOR_NAMES | {
 
 
 class ModelConfig(Settings):
-    """Architecture of one decoder-only MoE model; field names and defaults are the family's in
+    """Architecture of one decoder-only model; field names and defaults are the family's in
     transformers.
 
     `ModelConfig(family=...)` makes the subclass that `FAMILIES` has for it. A field left out (or
@@ -89,10 +84,6 @@ class ModelConfig(Settings):
     """Width of the residual stream."""
     intermediate_size: Size
     """Width of dense MLP layers; of each expert in families without `moe_intermediate_size`."""
-    moe_expert_widths: list[Size] | list[list[Size]] | None = None
-    """Width of each expert, where they differ: one list for all MoE layers, or a list for each. The
-    family's own width is then that of the widest, to which an exported folder pads the others with
-    zeros. `null`: all the same."""
     num_hidden_layers: Annotated[int, Field(ge=1, le=10_000)]
     """Decoder layers."""
     num_attention_heads: Size
@@ -120,17 +111,6 @@ class ModelConfig(Settings):
     transformers has for linear, dynamic, yarn and llama3. yarn and llama3 take
     `max_position_embeddings` for an `original_max_position_embeddings` that is not given."""
 
-    num_experts: Size
-    """Routed experts per MoE layer (n_routed_experts / num_local_experts in some config.json
-    files)."""
-    num_experts_per_tok: Size
-    """Experts that each token uses (K)."""
-    norm_topk_prob: bool
-    """Divide the K gates of a token by their sum (always true for mixtral)."""
-    routed_scaling_factor: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Multiplies the gates after that. Exact in any export: in families without this key the down
-    projections of the experts are multiplied instead (docs/routing.md has how to choose it)."""
-
     bos_token_id: Count | None = None
     """Begin-of-text token, if the tokenizer has one."""
     eos_token_id: Count | list[Count] | None = None
@@ -151,8 +131,6 @@ class ModelConfig(Settings):
     count for keys missing from a config.json and not for a model described here."""
     hf_omitted: ClassVar[tuple[str, ...]] = ()
     """Fields that are no key of the family's config.json."""
-    hf_expert_counts: ClassVar[tuple[str, ...]] = ("num_experts", "num_local_experts")
-    """Keys under which transformers 4.57 and 5.x look for the number of experts."""
     hf_neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Keys that the family does not have, by the values that say what it does anyway."""
     topk_method: ClassVar[str] = "greedy"
@@ -161,6 +139,11 @@ class ModelConfig(Settings):
     """Whether `use_sliding_window` decides about the `sliding_window` in a config.json."""
     can_tie: ClassVar[bool] = True
     """Whether other engines load tied embeddings of the family rightly."""
+    fixed_head_dim: ClassVar[bool] = False
+    """Whether heads are hidden_size / num_attention_heads wide, and config.json does not say it."""
+    post_norm: ClassVar[bool] = False
+    """Whether the norms stand behind attention and feed-forward, before what these give is added,
+    and not in front of them."""
     activations: ClassVar[dict[str, str]] = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
     """`hidden_act` → activation of `moe`'s table `ACTIVATIONS`."""
     router_score: ClassVar[str] = "softmax"
@@ -169,14 +152,10 @@ class ModelConfig(Settings):
     """Whether the family adds a bias to the scores for the selection of experts."""
     has_scaling_factor: ClassVar[bool] = False
     """Whether the family's config.json has `routed_scaling_factor`."""
-    expert_width_field: ClassVar[str] = "intermediate_size"
-    """The field that is the width of an expert."""
     layer_prefix: ClassVar[str] = "model.layers.{}."
     """Of the names of a layer's tensors."""
     tensor_names: ClassVar[Names] = TENSOR_NAMES
     """Where each parameter lies in a folder (`models.hf.names`)."""
-    fused_names: ClassVar[Names] = FUSED_NAMES
-    """The same, where all experts of a layer are in one tensor."""
     small: ClassVar[dict[str, int]] = {}
     """Widths of the family's own for a model that is to be small, with heads of width 16."""
     engine_rows: ClassVar[tuple] = ()
@@ -205,15 +184,23 @@ class ModelConfig(Settings):
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) holds experts; otherwise it holds a dense MLP."""
-        return True
+        return False
 
     def all_dense(self) -> dict[str, Any] | None:
         """Fields that make every layer dense; None where the family cannot."""
         return None
 
-    def moe_fields(self) -> dict[str, Any]:
-        """Fields of `MoEConfig` beyond those that all families have."""
-        return {}
+    def moe_config(self, layer: int, **options: Any) -> MoEConfig | None:
+        """Config of layer `layer`'s experts and router, or None for a dense layer.
+
+        `options`: fields of MoEConfig that are no architecture (kernels, save, rounding ...); one
+        that is, say `selection_bias`, makes a layer that the family does not have.
+        """
+        return None
+
+    def expert_widths(self, layer: int) -> tuple[int, ...] | None:
+        """Width of each expert of decoder layer `layer`; None where all are equal, or none."""
+        return None
 
     def hf_constants(self) -> dict[str, Any]:
         """Keys of the family's config.json that are no fields here."""
@@ -249,11 +236,6 @@ class ModelConfig(Settings):
         """RMSNorm of queries and keys: per head, over the whole projection, or none."""
         return "none"
 
-    @property
-    def expert_groups(self) -> tuple[int, int]:
-        """Groups of experts, and how many of them a token may choose from."""
-        return 1, 1
-
     def problems(self) -> Iterator[str]:
         """What makes this config impossible, most basic first."""
         if self.hidden_act not in self.activations:
@@ -265,6 +247,11 @@ class ModelConfig(Settings):
             yield (
                 f"num_key_value_heads={self.num_key_value_heads} must divide "
                 f"num_attention_heads={self.num_attention_heads}"
+            )
+        if self.fixed_head_dim and self.head_dim * self.num_attention_heads != self.hidden_size:
+            yield (
+                f"head_dim={self.head_dim}: {self.family} needs hidden_size/num_attention_heads="
+                f"{self.hidden_size / self.num_attention_heads:g}"
             )
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             yield (
@@ -278,18 +265,6 @@ class ModelConfig(Settings):
                 f"{SCALINGS[scaling['rope_type']].smallest} rotated dimensions per head; these are "
                 f"{self.rotary_dim}"
             )
-        if self.num_experts_per_tok > self.num_experts:
-            yield (
-                f"num_experts_per_tok={self.num_experts_per_tok} must not exceed "
-                f"num_experts={self.num_experts}"
-            )
-        if self.num_experts_per_tok == 1 and self.norm_topk_prob:
-            yield (
-                "num_experts_per_tok=1 with norm_topk_prob=true makes every gate 1 and gives the "
-                "router no gradient; set norm_topk_prob=false or more experts per token"
-            )
-        if self.moe_expert_widths is not None:
-            yield from self._width_problems()
         if self.tie_word_embeddings and not self.can_tie:
             yield (
                 f"tie_word_embeddings=true: vLLM and SGLang load a tied {self.family} wrongly; "
@@ -301,50 +276,7 @@ class ModelConfig(Settings):
             if value >= self.vocab_size:
                 yield f"{key}={value} must be below vocab_size={self.vocab_size}"
 
-    def _width_problems(self) -> Iterator[str]:
-        given, layers = self.moe_expert_widths, len(self.moe_layers)
-        if not layers:
-            yield f"moe_expert_widths={given} has no effect: no layer of this model has experts"
-            return
-        each = bool(given) and isinstance(given[0], list)
-        by_layer = given if each else [given]
-        if each and len(given) != layers:
-            yield (
-                f"moe_expert_widths has {len(given)} lists for {layers} layers with experts; "
-                "allowed: a list for each, or one list of numbers for all"
-            )
-            return
-        for widths in by_layer:
-            if len(widths) != self.num_experts:
-                yield (
-                    f"moe_expert_widths={widths} has {len(widths)} widths for "
-                    f"num_experts={self.num_experts}"
-                )
-                return
-        widest = max(max(widths) for widths in by_layer)
-        if widest != self.expert_size:
-            name = self.expert_width_field
-            yield f"{name}={self.expert_size} must be the widest of moe_expert_widths, {widest}"
-
     # ------------------------------------------------------- what the fields mean together
-
-    @property
-    def folded_factor(self) -> float:
-        """What an exported folder has in the experts' down projections: the gates' factor, where
-        the family's config.json has no key for it."""
-        return 1.0 if self.has_scaling_factor else self.routed_scaling_factor
-
-    @property
-    def expert_size(self) -> int:
-        """Width of one routed expert, of the widest where they differ."""
-        return getattr(self, self.expert_width_field)
-
-    def expert_widths(self, layer: int) -> tuple[int, ...] | None:
-        """Width of each expert of decoder layer `layer`; None where all have `expert_size`."""
-        given = self.moe_expert_widths
-        if given is None or not self.is_moe_layer(layer):
-            return None
-        return tuple(given[self.moe_layers.index(layer)] if isinstance(given[0], list) else given)
 
     @property
     def activation(self) -> str:
@@ -364,32 +296,16 @@ class ModelConfig(Settings):
         """
         return [layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer)]
 
-    def moe_config(self, layer: int, **options: Any) -> MoEConfig | None:
-        """Config of layer `layer`'s experts and router, or None for a dense layer.
+    @property
+    def mixed_widths(self) -> bool:
+        """Whether experts of a layer have different widths."""
+        return False
 
-        `options`: fields of MoEConfig that are no architecture (kernels, save, rounding ...); one
-        that is, say `selection_bias`, makes a layer that the family does not have.
-        """
-        if not self.is_moe_layer(layer):
-            return None
-        widths, (groups, groups_kept) = self.expert_widths(layer), self.expert_groups
-        fields = {
-            "hidden_size": self.hidden_size,
-            "expert_size": self.expert_size if widths is None else max(widths),
-            "expert_widths": widths,
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "score": self.router_score,
-            "norm": "topk_sum" if self.norm_topk_prob else "none",
-            "selection_bias": self.has_selection_bias,
-            "groups": groups,
-            "groups_kept": groups_kept,
-            "activation": self.activation,
-            "init_std": self.initializer_range,
-            "route_scale": self.routed_scaling_factor,
-            **self.moe_fields(),
-        }
-        return MoEConfig(**{**fields, **options})
+    @property
+    def folded_factor(self) -> float:
+        """What an exported folder has in the experts' down projections: the gates' factor, where
+        the family's config.json has no key for it."""
+        return 1.0
 
     # ------------------------------------------------------------------ making one
 
@@ -424,11 +340,14 @@ class ModelConfig(Settings):
         if cls is ModelConfig:  # only the missing or wrong family is to be named
             return {key: value for key, value in raw.items() if key == "family"}
         given = {k: value for k, value in raw.items() if value is not None or k in cls.null_fields}
-        for key, value in given.items():
-            if key not in cls.model_fields and key in known_fields():
-                raise ValueError(
-                    f"{key}={value!r} is no field of the family {raw.get('family')}, leave it out"
-                )
+        foreign = [key for key in given if key not in cls.model_fields and key in known_fields()]
+        if foreign:
+            told = ", ".join(f"{key}={given[key]!r}" for key in foreign)
+            what = "is no field" if len(foreign) == 1 else "are no fields"
+            raise ValueError(
+                f"{told} {what} of the family {raw.get('family')}, leave "
+                f"{'it' if len(foreign) == 1 else 'them'} out"
+            )
         filled = {**cls.defaults, **given}
         if isinstance(filled.get("rope_scaling"), dict):
             longest = filled.get("max_position_embeddings")
@@ -473,15 +392,12 @@ class ModelConfig(Settings):
             "dtype": dtype,
             "use_cache": True,
             "attention_dropout": 0.0,
-            "output_router_logits": False,
         }
-        skip = {"family", "num_experts", *OWN_FIELDS, *self.hf_omitted}
+        skip = {"family", *self.hf_omitted, *(["head_dim"] if self.fixed_head_dim else [])}
         out |= {key: getattr(self, key) for key in type(self).model_fields if key not in skip}
-        out |= {key: getattr(self, key) for key in OWN_FIELDS if getattr(self, key) is not None}
-        if not self.has_scaling_factor:
-            factor = out.pop("routed_scaling_factor")
-            out |= {KEPT_FACTOR: factor} if factor != 1 else {}
-        out |= dict.fromkeys(self.hf_expert_counts, self.num_experts)
+        if self.window_switch:
+            out |= {"use_sliding_window": False, "sliding_window": None}
+            out["max_window_layers"] = self.num_hidden_layers
         out |= self.hf_constants()
         rope = dict(self.rope_scaling or {"rope_type": "default"})
         if self.rope_scaling is not None:

@@ -1,4 +1,4 @@
-"""The decoder: embedding, pre-norm blocks of attention and experts, output layer with its loss.
+"""The decoder: embedding, blocks of attention and experts or an MLP, output layer with its loss.
 
     model = build_model(config)                     # models/build.py
     out = model(tokens_BL, labels_BL=labels_BL)     # out.loss_sum / number of targets = mean loss
@@ -74,11 +74,13 @@ class Embedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)); experts or a dense MLP."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)); experts or a dense MLP. With
+    `post_norm` x + norm(attention(x)), then x + norm(feed-forward(x))."""
 
     def __init__(self, config: ModelConfig, layer: int, moe_config: MoEConfig | None) -> None:
         super().__init__()
         self.recompute_attention = False  # set by apply_checkpointing(model, "selective")
+        self.post_norm = config.post_norm
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn = config.attention(layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -101,11 +103,12 @@ class Block(nn.Module):
             x_BLD = selective_attention(self._attend, x_BLD, rotation, cu_seqlens_N1, lengths_N)
         else:
             x_BLD = self._attend(x_BLD, rotation, cu_seqlens_N1, lengths_N, cache, positions_BL)
-        normed_BLD = self.mlp_norm(x_BLD)
+        inner_BLD = x_BLD if self.post_norm else self.mlp_norm(x_BLD)
         if hasattr(self, "mlp"):
-            return x_BLD + self.mlp(normed_BLD), None
-        y_BLD, stats = self.moe(normed_BLD, valid_BL)
-        return x_BLD + y_BLD, stats
+            y_BLD, stats = self.mlp(inner_BLD), None
+        else:
+            y_BLD, stats = self.moe(inner_BLD, valid_BL)
+        return x_BLD + (self.mlp_norm(y_BLD) if self.post_norm else y_BLD), stats
 
     def _attend(
         self,
@@ -116,10 +119,9 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         positions_BL: Tensor | None = None,
     ) -> Tensor:
-        normed_BLD = self.attn_norm(x_BLD)
-        return x_BLD + self.attn(
-            normed_BLD, rotation, cu_seqlens_N1, lengths_N, cache, positions_BL
-        )
+        inner_BLD = x_BLD if self.post_norm else self.attn_norm(x_BLD)
+        y_BLD = self.attn(inner_BLD, rotation, cu_seqlens_N1, lengths_N, cache, positions_BL)
+        return x_BLD + (self.attn_norm(y_BLD) if self.post_norm else y_BLD)
 
 
 class Decoder(nn.Module):

@@ -1,52 +1,57 @@
-"""A Mixture-of-Experts model from a dense Hugging Face checkpoint.
+"""A Mixture-of-Experts model from a dense one.
 
-    dense = load_dense("Qwen3-0.6B/")
+    dense = load_hf("Qwen3-0.6B/")
     model, exact = upcycle(dense, num_experts=8, num_experts_per_tok=2)
 
-The dense Qwen3 is a qwen3_moe all of whose layers are dense, so one `Decoder` holds either. See
-`moe.upcycle` for what is done to a layer.
+Each dense family has one family with experts whose attention, norms and dense layers are the same.
+See `moe.upcycle` for what is done to a layer.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models.build import build_model, start_routers
-from models.config import ModelConfig
+from models.config import FAMILIES, ModelConfig
 from models.errors import UserError
-from models.hf import load_weights
-from models.hf.config import config_from_hf, end_tokens, read_config_json
 from models.transformer import Decoder
 from moe.upcycle import upcycle_layer
 
-# model_type of a dense checkpoint -> family whose dense layers are the same
-SPARSE_FAMILY = {"qwen3": "qwen3_moe"}
+# Dense family → family with experts that computes the same around them.
+SPARSE_FAMILY = {
+    "llama": "mixtral",
+    "qwen2": "qwen2_moe",
+    "qwen3": "qwen3_moe",
+    "olmo2": "flex_olmo",
+}
 
 
-def load_dense(folder: str | Path) -> Decoder:
-    """The model in a dense folder, float32 on the CPU.
+def sparse_fields(dense: ModelConfig) -> dict[str, Any]:
+    """Fields of the family with experts that are those of a dense model.
 
     Raises:
-        UserError: another model_type, or what `config_from_hf` and `load_weights` refuse.
+        UserError: a family that cannot be upcycled, or a setting that the other family lacks.
     """
-    raw = read_config_json(Path(folder) / "config.json")
-    kind = raw.get("model_type")
-    if kind not in SPARSE_FAMILY:
+    if dense.family not in SPARSE_FAMILY:
         raise UserError(
-            f"model_type={kind!r} cannot be upcycled; allowed: {', '.join(SPARSE_FAMILY)}"
+            f"a model of family={dense.family!r} cannot be upcycled; allowed: "
+            f"{', '.join(SPARSE_FAMILY)}"
         )
-    count = raw.get("num_hidden_layers", 0)
-    layers = list(range(count)) if isinstance(count, int) else []  # from_hf names what is wrong
-    raw = raw | {"model_type": SPARSE_FAMILY[kind], "mlp_only_layers": layers}
-    raw |= {"eos_token_id": eos} if (eos := end_tokens(folder)) is not None else {}
-    config = config_from_hf(raw)
-    model = build_model(config, seed=None)
-    load_weights(model, folder)
-    return model
+    name = SPARSE_FAMILY[dense.family]
+    family, fields = FAMILIES[name], {"family": name}
+    for key, value in dense.model_dump(exclude={"family"}).items():
+        if key in family.model_fields:
+            fields[key] = value
+        elif value != type(dense).model_fields[key].default:
+            raise UserError(
+                f"{key}={value} cannot be upcycled: a {dense.family} becomes a {name}, which has "
+                f"no {key}"
+            )
+    return fields
 
 
 @torch.no_grad()
@@ -62,14 +67,15 @@ def upcycle(
     """The model with experts in every `sparse_step`-th layer, and whether it computes the same.
 
     Args:
-        dense: from `load_dense`.
+        dense: a model of one of the families in `SPARSE_FAMILY`.
         granularity: shards into which each copy of a dense network is cut.
         seed: of the routers.
 
     Raises:
-        UserError: numbers that do not fit, by name.
+        UserError: numbers that do not fit, or what the new family lacks, by name.
     """
-    width = dense.config.intermediate_size
+    fields = sparse_fields(dense.config)
+    family, width = FAMILIES[fields["family"]], dense.config.intermediate_size
     divided = {
         "intermediate_size": width,
         "num_experts": num_experts,
@@ -78,14 +84,21 @@ def upcycle(
     for name, value in divided.items():
         if granularity < 1 or value % granularity:
             raise UserError(f"granularity={granularity} must divide {name}={value}")
-    fields = dense.config.model_dump() | {
+    fields |= {
         "num_experts": num_experts,
         "num_experts_per_tok": num_experts_per_tok,
-        "moe_intermediate_size": width // granularity,
         "norm_topk_prob": True,  # gates that sum to 1: what preserves the function
-        "decoder_sparse_step": sparse_step,
-        "mlp_only_layers": [],
+        family.expert_width_field: width // granularity,
     }
+    if "shared_expert_intermediate_size" in family.model_fields:
+        fields["shared_expert_intermediate_size"] = width
+    if "decoder_sparse_step" in family.model_fields:
+        fields["decoder_sparse_step"] = sparse_step
+    elif sparse_step != 1:
+        raise UserError(
+            f"sparse_step={sparse_step} cannot be: every layer of a {fields['family']} has "
+            "experts; allowed: 1"
+        )
     config = ModelConfig.of_user(fields)
     if not config.moe_layers:
         raise UserError(

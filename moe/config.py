@@ -168,6 +168,8 @@ class MoEConfig:
     """One of `moe.kernels.common.activations.ACTIVATIONS`."""
     shared_expert_size: int = 0
     """Inner width of the expert that every token uses; 0 = none."""
+    shared_expert_gate: bool = False
+    """Whether its output is multiplied by sigmoid(w · x), w learned (Qwen2-MoE)."""
     expert_widths: tuple[int, ...] | None = None
     """Inner width of each expert, where they differ; see `moe.mixed_experts`."""
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -209,6 +211,10 @@ class MoEConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.shared_expert_size < 0:
             raise ValueError(f"shared_expert_size={self.shared_expert_size} must be 0 or more")
+        if self.shared_expert_gate and not self.shared_expert_size:
+            raise ValueError(
+                "shared_expert_gate=True has no effect with shared_expert_size=0; allowed: False"
+            )
         for name in ("init_std", "router_init_std"):
             std = getattr(self, name)
             if std is not None and not (math.isfinite(std) and std >= 0):

@@ -32,7 +32,11 @@ RoutingHook = Callable[["MoE", Tensor, Gating, Routing], tuple[Gating, Routing]]
 
 
 class SharedExpert(nn.Module):
-    """The feed-forward network that every token goes through next to its routed experts."""
+    """The feed-forward network that every token goes through next to its routed experts.
+
+    Args:
+        output_gate: multiply the output by sigmoid(w · x), w [1, D] learned (Qwen2-MoE).
+    """
 
     parameter_kind = "mlp"
 
@@ -43,6 +47,7 @@ class SharedExpert(nn.Module):
         activation: str = "swiglu",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         self.activation = activation
@@ -51,13 +56,15 @@ class SharedExpert(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, size, **options) if gated else None
         self.up_proj = nn.Linear(hidden_size, size, **options)
         self.down_proj = nn.Linear(size, hidden_size, **options)
+        self.output_gate = nn.Linear(hidden_size, 1, **options) if output_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.up_proj(x) if self.gate_proj is None else self.gate_proj(x)
         inner = activation_of(self.activation).inner(inner)
         if self.gate_proj is not None:
             inner = inner * self.up_proj(x)
-        return self.down_proj(inner)
+        y = self.down_proj(inner)
+        return y if self.output_gate is None else y * torch.sigmoid(self.output_gate(x))
 
 
 class MoE(nn.Module):
@@ -101,7 +108,12 @@ class MoE(nn.Module):
         self.shared = None
         if config.shared_expert_size:
             self.shared = SharedExpert(
-                D, config.shared_expert_size, config.activation, device=device, dtype=dtype
+                D,
+                config.shared_expert_size,
+                config.activation,
+                device=device,
+                dtype=dtype,
+                output_gate=config.shared_expert_gate,
             )
         self.routing_hook: RoutingHook | None = None
         # Masks of w1 and w2 while hidden weights go on learning (`training.sparsity`); a list, so

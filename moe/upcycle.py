@@ -34,7 +34,9 @@ def upcycle_layer(
     """Fill w1, w2 and group the router's rows; the router's rows of first shards stay as they are.
 
     Args:
-        layer: gated, of expert size N / granularity, without shared expert.
+        layer: gated, of expert size N / granularity. A shared expert must be N wide and have a gate
+            of its own: it becomes the dense network too and its gate starts at one half, so that
+            the routed experts give the other half.
         gate_ND, up_ND, down_DN: the dense network down(act(gate x) · up x).
         granularity: G; the experts are E / G copies of G shards, expert c · G + s is shard s of
             copy c.
@@ -58,10 +60,16 @@ def upcycle_layer(
         )
     if activation_width(c.activation) != 2:
         raise ValueError(f"activation={c.activation!r} must be a gated one")
-    if layer.shared is not None or c.groups > 1 or c.form.rows > 1:
+    if c.groups > 1 or c.form.rows > 1:
         raise ValueError(
-            "a layer with a shared expert, expert groups or several router rows for an expert "
-            "cannot be filled exactly"
+            "a layer with expert groups or several router rows for an expert cannot be filled "
+            "exactly"
+        )
+    if layer.shared is not None and not (c.shared_expert_gate and c.shared_expert_size == N):
+        raise ValueError(
+            f"a shared expert must be as wide as the dense network, {N}, and have a gate of its "
+            f"own; this one has shared_expert_size={c.shared_expert_size}, "
+            f"shared_expert_gate={c.shared_expert_gate}"
         )
     exact = c.norm != "none"
     gates = {"softmax": 1 / c.num_experts, "sigmoid": 0.5, "sqrtsoftplus": math.log(2) ** 0.5}
@@ -71,6 +79,11 @@ def upcycle_layer(
             f"or a score of {', '.join(gates)}"
         )
     factor = G / c.route_scale / (1 if exact else gates[c.score] * c.num_experts_per_tok)
+    if layer.shared is not None:
+        factor *= 0.5
+        layer.shared.output_gate.weight.zero_()  # sigmoid(0) = 1/2
+        for name, weight in (("gate_proj", gate_ND), ("up_proj", up_ND), ("down_proj", down_DN)):
+            layer.shared.get_submodule(name).weight.copy_(weight)
     w1_END2D = layer.w1.view(-1, G, c.expert_size, 2, c.hidden_size)
     w1_END2D[:, :, :, 0] = gate_ND.view(G, -1, c.hidden_size).to(layer.w1)
     w1_END2D[:, :, :, 1] = up_ND.view(G, -1, c.hidden_size).to(layer.w1)

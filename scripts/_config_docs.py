@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from models.config import ModelConfig
 from models.families import FAMILIES
+from models.moe_config import MoEModelConfig
 from moe.settings import OneOf
 from training.config.build import Config, ModelSection
 from training.config.describe import FIRST, default, first_sentence, values
@@ -143,10 +144,14 @@ def render() -> str:
                 "",
                 *table(ModelConfig, name),
                 "",
+                "Also in the families with experts:",
+                "",
+                *table(MoEModelConfig, name, skip=tuple(ModelConfig.model_fields)),
+                "",
             ]
             for family, adds in FAMILIES.items():
-                own = tuple(ModelConfig.model_fields)
-                if len(adds.model_fields) > len(own):
+                own = (*ModelConfig.model_fields, *MoEModelConfig.model_fields)
+                if adds.model_fields.keys() - set(own):
                     lines += [f"Also in {family}:", "", *table(adds, name, skip=own), ""]
         lines += nested(section, name)
     return "\n".join(lines).rstrip() + "\n"

@@ -174,7 +174,6 @@ EVERY_5 = (
 SHORT = f"train.steps=60 checkpoint.every_steps=10 {EVERY_5}"
 ENGINE = f"train.steps=20 {EVERY_5} optim.lr=1e-3"
 GRAPH = f"{SHORT} router.balance.kind=lagged"
-DENSE = "model.mlp_only_layers=[0,1,2,3] model.intermediate_size=256 router.balance=auto"
 LATENT = (
     "'data.sources=[{{path: \"bundled:moby-dick\"}}]' data.tokenizer=bundled:moby-dick "
     "data.validation=null data.workers=2 data.seq_len=512 model.vocab_size=4096 "
@@ -295,7 +294,10 @@ CHAINS = (  # the longest first, as only so many run at a time
     ),
     Chain(
         "dense model",
-        Step(f"{QUICKSTART} {DENSE} train.steps=20 run.name=dense {EVERY_5}", (learns, "dense")),
+        Step(
+            f"python train.py configs/dense_twin.yaml train.steps=20 run.name=dense {EVERY_5}",
+            (learns, "dense"),
+        ),
         Step("python scripts/export_hf.py runs/dense dense/ --check"),
     ),
     Chain(

@@ -70,7 +70,8 @@ class Seen:
 def small_config(family: str, feature: Feature) -> ModelConfig:
     """A small model of the family with the feature."""
     usual = FAMILIES[family].engine_rows[0].example
-    return ModelConfig(**{"family": family, **BASE, **usual, **feature.example})
+    base = {key: value for key, value in BASE.items() if key in FAMILIES[family].model_fields}
+    return ModelConfig(**{"family": family, **base, **usual, **feature.example})
 
 
 def write_folder(family: str, feature: Feature, folder: Path, seed: int) -> ModelConfig:

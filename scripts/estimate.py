@@ -496,6 +496,7 @@ def lost_at_best(options: argparse.Namespace, gpus: int) -> float:
 def show_layouts(options: argparse.Namespace, config: Config) -> int:
     """A table of what a step costs in each layout; the exit code."""
     model, seq_len = config.model.config, config.data.seq_len
+    experts = model.num_experts if model.moe_layers else None
     tokens = config.train.micro_batch_size * seq_len
     machine = Machine(
         options.tflops * 1e12,
@@ -507,13 +508,13 @@ def show_layouts(options: argparse.Namespace, config: Config) -> int:
     plans = [
         plan
         for gpus in options.layouts
-        for plan in layouts(gpus, options.gpus_per_node, model.num_experts)
+        for plan in layouts(gpus, options.gpus_per_node, experts)
         if options.expert is None or plan.expert in options.expert
     ]
     if not plans:
         raise ConfigError(
             f"--expert={','.join(map(str, options.expert))}: no layout of "
-            f"{', '.join(map(str, options.layouts))} GPUs splits {model.num_experts} experts so"
+            f"{', '.join(map(str, options.layouts))} GPUs splits {experts or 'no'} experts so"
         )
     speed = f"{options.tflops:g} TFLOP/s"
     if options.device_ms:

@@ -103,7 +103,10 @@ def convert(folder: Path, file: Path, dtype: str = "f32") -> None:
     hparams = ModelBase.load_hparams(folder, False)
     if hparams.get("model_type") in ("glm4_moe", "deepseek_v3"):
         _import_deepseek()
-    public = get_model_class(get_model_architecture(hparams, ModelType.TEXT), mmproj=False)
+    try:
+        public = get_model_class(get_model_architecture(hparams, ModelType.TEXT), mmproj=False)
+    except NotImplementedError as error:
+        raise UserError(f"{folder}: llama.cpp's converter refuses it: {brief(error)}") from None
 
     class Converter(public):  # type: ignore[misc, valid-type]
         model_arch = public.model_arch

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Make a Mixture-of-Experts model from a dense Hugging Face checkpoint (qwen3 -> qwen3_moe).
+"""Make a Mixture-of-Experts model from a dense one: a llama becomes a mixtral, a qwen2 a qwen2_moe,
+a qwen3 a qwen3_moe, an olmo2 a flex_olmo.
 
     python scripts/upcycle.py Qwen3-0.6B/ out/ --experts 8 --top-k 2
     python scripts/upcycle.py Qwen3-0.6B/ out/ --experts 32 --top-k 8 --granularity 4
     python scripts/upcycle.py Qwen3-0.6B/ out/ --experts 8 --top-k 2 --drop 0.5    # Drop-Upcycling
     python train.py my.yaml model.init_from=out/
 
+The dense model is a Hugging Face folder, or a checkpoint or run of this repository.
 Every expert starts as a copy of its layer's dense network, or as one of `granularity` shards of it,
-and gates sum to 1, so the new model computes what the dense one did. The receipt (printed, and
+and gates sum to 1, so the new model computes what the dense one did (in a qwen2_moe the shared
+expert is a copy too, and gives half of it). The receipt (printed, and
 out/upcycle.json) holds the loss of the dense model and of the new one on the same text, before and
 after what changes the function on purpose (--drop, --noise). Exit codes: 0 done; 2 a mistake or a
 folder that cannot be upcycled; 1 the losses differ although they should not (nothing is written).
@@ -28,10 +31,10 @@ from torch import Tensor
 from models.errors import UserError
 from models.hf import DTYPES, export_hf
 from models.transformer import Decoder
-from models.upcycle import load_dense, mean_loss, upcycle
+from models.upcycle import mean_loss, upcycle
 from moe.upcycle import add_noise, drop_columns
 from scripts._command import bounded, command, make_parser
-from training.checkpoint.weights import tokenizer_folder
+from training.checkpoint.weights import load_model, tokenizer_folder
 from training.config.load import expand_home, user_path
 from training.data.tokenizer import TextTokenizer, read_tokenizer
 
@@ -42,7 +45,7 @@ TOLERANCE = 1e-6
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser, share = make_parser(__doc__), bounded(float, least=0, most=1)
     add = parser.add_argument
-    add("folder", type=expand_home, help="dense Hugging Face folder")
+    add("folder", type=expand_home, help="dense Hugging Face folder, checkpoint or run")
     add("out", type=expand_home, help="where to write; must not hold a model yet")
     add("--experts", type=int, required=True, help="experts per layer")
     add("--top-k", type=int, required=True, help="experts per token")
@@ -90,7 +93,7 @@ def receipt_tokens(
 @command
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    dense = load_dense(options.folder).eval()
+    dense = load_model(options.folder).eval()
     folder = tokenizer_folder(options.folder)
     tokenizer = None if folder is None else read_tokenizer(folder)
     tokens, source = receipt_tokens(dense, tokenizer, options.text, options.tokens)

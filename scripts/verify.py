@@ -84,6 +84,7 @@ def shrink(config: ModelConfig) -> ModelConfig:
     small = {
         "vocab_size": VOCABULARY, "max_position_embeddings": max(LENGTH, 64),
         "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
         "num_hidden_layers": layers, "num_attention_heads": 4, "head_dim": 16,
         "num_key_value_heads": 4 if config.num_key_value_heads == config.num_attention_heads else 2,
         "initializer_range": 0.1,
@@ -333,9 +334,12 @@ def main(arguments: list[str] | None = None) -> int:
     small, plan, alone = plans(config, given.nproc)
     print(f"{given.nproc} processes on {plan.device}: {plan.mesh.describe()}; {plan.engine}")
     model = small.model.config
+    experts = "no experts"
+    if model.moe_layers:
+        experts = f"{model.num_experts} experts, {model.num_experts_per_tok} per token"
     print(
         f"reduced model: hidden size {model.hidden_size}, {model.num_hidden_layers} layers, "
-        f"{model.num_experts} experts, {model.num_experts_per_tok} per token; float32"
+        f"{experts}; float32"
     )
     if config.router.rounding is not None:
         print("token rounding is left out: it depends on which tokens a process has")

@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from models.config import FAMILIES
+from models.moe_config import MoEModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 BELOW = {
@@ -299,7 +300,9 @@ def plain_settings(config: type[BaseModel]) -> dict[str, int]:
 
 def kinds(base: type[BaseModel], sections: set[type[BaseModel]]) -> dict[str, int]:
     """Number of settings of each class below `base` that is not a plain section, nor what one
-    derives from; of a family those that a plain section (`ModelConfig`) does not have already."""
+    derives from; of a family those that a plain section (`ModelConfig`, and what the quickstart's
+    family derives from) does not have already."""
+    sections = sections | {MoEModelConfig}
     found = {}
     for model in base.__subclasses__():
         if model.__module__.split(".")[0] in PACKAGES:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from models.attention.mla import EPS, MultiHeadLatentAttention, Widths
-from models.config import FUSED_NAMES, TENSOR_NAMES, Count, ModelConfig, Positive, Size
+from models.config import FUSED_NAMES, TENSOR_NAMES, Count, Positive, Size
 from models.engines import (
     ROPE_SCALINGS,
     YES,
@@ -19,6 +19,7 @@ from models.engines import (
     wrong,
 )
 from models.errors import UserError
+from models.moe_config import MoEModelConfig
 from models.rope import Yarn
 
 MOE_NAMES = {
@@ -63,12 +64,12 @@ def _row(
     return Feature(name, has, example, verdicts)
 
 
-def _weighs_alike(config: ModelConfig) -> bool:
+def _weighs_alike(config: MoEModelConfig) -> bool:
     scaling = config.rope_scaling
     return bool(scaling.get("mscale")) and scaling["mscale"] == scaling.get("mscale_all_dim")
 
 
-class DeepseekMoE(ModelConfig):
+class DeepseekMoE(MoEModelConfig):
     """The experts of DeepSeek-V3, which GLM-4.5 has too."""
 
     moe_intermediate_size: Size

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from models.attention.gqa import GroupedQueryAttention
-from models.config import TENSOR_NAMES, ModelConfig
+from models.config import TENSOR_NAMES
 from models.engines import Feature, no, otherwise, rope_rows, wrong
+from models.moe_config import MoEModelConfig
 
 
-class Mixtral(ModelConfig):
+class Mixtral(MoEModelConfig):
     """Softmax router, always renormalised; no QK-norm, no biases; every layer has experts, none
     shared."""
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from models.attention.gqa import GroupedQueryAttention
-from models.config import ModelConfig
 from models.engines import ROPE_SCALINGS, Feature, no, otherwise, rope_rows, wrong
+from models.moe_config import MoEModelConfig
 
 NOT_THERE = no("has no olmoe")
 
 
-class Olmoe(ModelConfig):
+class Olmoe(MoEModelConfig):
     """Softmax router, `norm_topk_prob` either way; QK-norm over the whole projection, `clip_qkv`,
     optional biases; every layer has experts, none shared."""
 
@@ -39,7 +38,7 @@ class Olmoe(ModelConfig):
         "norm_topk_prob": False,
     }
     hf_token_ids = {"pad_token_id": 1, "eos_token_id": 50279}
-    hf_omitted = ("head_dim",)
+    fixed_head_dim = True
     hf_neutral = {"use_qk_norm": (True,)}
     can_tie = False
 
@@ -52,14 +51,6 @@ class Olmoe(ModelConfig):
     @property
     def qk_norm(self) -> Literal["full"]:
         return "full"
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.head_dim * self.num_attention_heads != self.hidden_size:
-            yield (
-                f"head_dim={self.head_dim}: olmoe needs hidden_size/num_attention_heads="
-                f"{self.hidden_size / self.num_attention_heads:g}"
-            )
 
     engine_rows = (
         Feature(

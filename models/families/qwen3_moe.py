@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from models.attention.gqa import GroupedQueryAttention
-from models.config import Count, ModelConfig, Positive, Size
+from models.config import Size
 from models.engines import Feature, no, otherwise, rope_rows, wrong
+from models.families.sparse_layers import SparseLayers
+from models.moe_config import MoEModelConfig
 
 
-class Qwen3Moe(ModelConfig):
+class Qwen3Moe(SparseLayers, MoEModelConfig):
     """Softmax router, `norm_topk_prob` either way; QK-norm on each head, optional biases; dense
     layers by `mlp_only_layers` and `decoder_sparse_step`; no shared experts."""
 
@@ -22,10 +21,6 @@ class Qwen3Moe(ModelConfig):
     """Width of each expert."""
     attention_bias: bool = False
     """Biases in q, k, v and o."""
-    decoder_sparse_step: Positive = 1
-    """Every so many layers one is MoE, counted from 1."""
-    mlp_only_layers: list[Count] = Field(default_factory=list)
-    """Layers that are dense all the same."""
 
     hf_class = "Qwen3MoeForCausalLM"
     defaults = {
@@ -49,30 +44,9 @@ class Qwen3Moe(ModelConfig):
         bias = self.attention_bias
         return GroupedQueryAttention(self, layer, qk_norm=self.qk_norm, bias=bias, output_bias=bias)
 
-    def is_moe_layer(self, layer: int) -> bool:
-        sparse = (layer + 1) % self.decoder_sparse_step == 0
-        return sparse and layer not in self.mlp_only_layers
-
-    def all_dense(self) -> dict[str, Any]:
-        return {"mlp_only_layers": list(range(self.num_hidden_layers))}
-
-    def hf_constants(self) -> dict[str, Any]:
-        return {
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "max_window_layers": self.num_hidden_layers,
-        }
-
     @property
     def qk_norm(self) -> Literal["head"]:
         return "head"
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        for layer in self.mlp_only_layers:
-            if layer >= self.num_hidden_layers:
-                count = self.num_hidden_layers
-                yield f"mlp_only_layers names layer {layer}; there are {count}, from 0"
 
     engine_rows = (
         Feature("", lambda c: True, {"moe_intermediate_size": 64, "norm_topk_prob": True}),

@@ -188,7 +188,8 @@ def _tokenizer_problems(
         wanted = tokenizer.encode_with_bos(text)
         if found != wanted:
             problems.append(
-                f"AutoTokenizer reads {text!r} as {found[:12]}, the run as {wanted[:12]}"
+                f"AutoTokenizer ({type(loaded).__name__}) reads {text!r} as {found[:12]}, the run "
+                f"as {wanted[:12]}"
             )
     for token in specials:
         own = tokenizer.token_to_id(token)

@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from models.config import FAMILIES, KEPT_FACTOR, ModelConfig
+from models.config import FAMILIES, ModelConfig
 from models.errors import UserError
 from models.hf.quantized import quantised_format
+from models.moe_config import KEPT_FACTOR
 from models.rope import normal_rope_scaling
 
 # Names of one quantity over families and versions.
@@ -134,8 +135,10 @@ def fields_from_hf(
     fields: dict[str, Any] = {"family": name, **family.hf_token_ids}
     unknown = []
     for key, value in raw.items():
-        if key in _EXPERT_COUNT_KEYS or key in _ROPE_KEYS:
-            continue  # _one_of and _rope_fields read them
+        if key in _ROPE_KEYS:
+            continue  # _rope_fields reads them
+        if key in _EXPERT_COUNT_KEYS and "num_experts" in family.model_fields:
+            continue  # _one_of reads them
         if key == KEPT_FACTOR:
             fields["routed_scaling_factor"] = value
         elif key == "routed_scaling_factor" and not family.has_scaling_factor:
@@ -155,7 +158,8 @@ def fields_from_hf(
             f"config.json has keys that are not understood: {names}; if they do not change what "
             "the model computes, import it with scripts/import_hf.py FOLDER OUT --ignore-key KEY"
         )
-    fields["num_experts"] = _one_of(raw, _EXPERT_COUNT_KEYS)
+    if "num_experts" in family.model_fields:
+        fields["num_experts"] = _one_of(raw, _EXPERT_COUNT_KEYS)
     fields.update(_rope_fields(raw, name, family))
     if (ends := end_tokens(source)) is not None:
         fields["eos_token_id"] = ends

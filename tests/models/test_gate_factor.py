@@ -10,13 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from models.build import build_model
-from models.config import FAMILIES, KEPT_FACTOR, ModelConfig
+from models.config import FAMILIES as ALL
+from models.config import ModelConfig
 from models.errors import UserError
 from models.hf import export_hf
 from models.hf.check import check_export, round_weights
 from models.hf.config import config_from_hf
+from models.moe_config import KEPT_FACTOR, MoEModelConfig
 from tests.models.tiny import randomise_buffers_and_norms, tiny_config
 
+FAMILIES = {name: family for name, family in ALL.items() if issubclass(family, MoEModelConfig)}
 WITHOUT = [name for name, family in FAMILIES.items() if not family.has_scaling_factor]
 WITH = [name for name, family in FAMILIES.items() if family.has_scaling_factor]
 

@@ -14,8 +14,13 @@ from models.build import build_model
 from models.config import ModelConfig
 from models.hf.config import config_from_hf
 from models.rope import SCALINGS, Rope, RopeScaling, normal_rope_scaling
-from tests.models.test_against_transformers import in_their_names, our_tensors
-from tests.models.tiny import tiny_config, tokens, transformers_in_float64
+from tests.models.tiny import (
+    in_their_names,
+    our_tensors,
+    tiny_config,
+    tokens,
+    transformers_in_float64,
+)
 
 
 class Shifted(RopeScaling):

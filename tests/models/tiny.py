@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from models import ModelConfig
+from models.build import build_model
+from models.hf.names import entries
+from models.transformer import Decoder
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -23,6 +27,11 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "num_experts": 8,
     "num_experts_per_tok": 2,
+}
+NO_EXPERTS: dict[str, Any] = {
+    "num_experts": None,
+    "num_experts_per_tok": None,
+    "intermediate_size": 40,
 }
 # What each family has that the others do not, in at least one case.
 CASES: dict[str, dict[str, Any]] = {
@@ -124,9 +133,81 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_interleave": False,
         "hidden_act": "gelu",
     },
+    "qwen2_moe": {
+        "family": "qwen2_moe",
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe_sparse_step": {
+        "family": "qwen2_moe",
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "qkv_bias": False,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+    },
+    "flex_olmo": {
+        "family": "flex_olmo",
+        "intermediate_size": 20,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
+    "flex_olmo_norm": {
+        "family": "flex_olmo",
+        "intermediate_size": 20,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "llama": {
+        "family": "llama",
+        **NO_EXPERTS,
+        "head_dim": 12,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "llama_biases": {
+        "family": "llama",
+        **NO_EXPERTS,
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "num_key_value_heads": 4,
+    },
+    "qwen2": {"family": "qwen2", **NO_EXPERTS, "rope_theta": 500000.0},
+    "qwen2_tied": {"family": "qwen2", **NO_EXPERTS, "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3", **NO_EXPERTS, "head_dim": 12, "attention_bias": True},
+    "qwen3_tied": {
+        "family": "qwen3",
+        **NO_EXPERTS,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "hidden_act": "relu",
+    },
+    "olmo2": {"family": "olmo2", **NO_EXPERTS, "attention_bias": True},
+    "olmo2_tied": {
+        "family": "olmo2",
+        **NO_EXPERTS,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+    },
 }
 # One case per family.
-FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3")
+MOE_FAMILIES = (
+    "qwen3_moe",
+    "olmoe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen2_moe",
+    "flex_olmo",
+)
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3", "olmo2")
+FAMILIES = MOE_FAMILIES + DENSE_FAMILIES
 
 
 def tiny_config(case: str = "qwen3_moe", **changes: Any) -> ModelConfig:
@@ -166,6 +247,33 @@ def transformers_model(config: ModelConfig, **options: Any) -> torch.nn.Module:
     return model.train()
 
 
+def same_model_in_both(config: ModelConfig, dtype: torch.dtype) -> tuple[Decoder, torch.nn.Module]:
+    """Our model and transformers' with the same weights, put there by our table of names."""
+    ours = build_model(config, dtype=dtype, seed=3)
+    randomise_buffers_and_norms(ours)
+    theirs = transformers_model(config).to(dtype)
+    theirs.load_state_dict(in_their_names(ours, our_tensors(ours)), strict=True)
+    return ours, theirs
+
+
+def our_tensors(model: Decoder) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def in_their_names(model: Decoder, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names that transformers 5 has in memory (experts of a layer in one tensor)."""
+    config = model.config
+    plan = entries(config, our_tensors(model), config.moe_layers)
+    named = {
+        entry.name: entry.take(values[entry.source].detach())
+        for entry in plan
+        if values.get(entry.source) is not None
+    }
+    if config.tie_word_embeddings:
+        named["lm_head.weight"] = named["model.embed_tokens.weight"]
+    return named
+
+
 @contextmanager
 def transformers_in_float64() -> Iterator[None]:
     """Inside, transformers computes norms and routers of fp64 models in fp64 too, not in fp32.
@@ -173,22 +281,16 @@ def transformers_in_float64() -> Iterator[None]:
     Its own code runs: the functions that say `torch.float32`, `torch.float` or `.float()` are given
     a `torch` in which these mean float64, and Mixtral's `.float()` a Tensor method that does.
     """
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3
-    from transformers.models.glm4_moe import modeling_glm4_moe
     from transformers.models.mixtral import modeling_mixtral
-    from transformers.models.olmoe import modeling_olmoe
-    from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+    modules = [
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        for family in FAMILIES
+    ]
     wide = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch)})
     wide.float32 = wide.float = torch.float64
     undo = []
-    for module in (
-        modeling_qwen3_moe,
-        modeling_olmoe,
-        modeling_mixtral,
-        modeling_glm4_moe,
-        modeling_deepseek_v3,
-    ):
+    for module in modules:
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__name__.endswith(("RMSNorm", "Router")):
                 plain = value.forward

@@ -23,6 +23,7 @@ def _dense(dtype=torch.float64):
     [
         {},
         {"norm": "softmax_topk"},
+        {"shared_expert_size": N, "shared_expert_gate": True, "route_scale": 2.5},
         {
             "score": "sigmoid",
             "route_scale": 2.5,
@@ -114,7 +115,7 @@ def test_noise():
         ({"expert_size": 4, "num_experts": 4}, 3, "granularity=3 must divide num_experts=4"),
         ({"expert_size": 3, "num_experts": 8}, 4, "num_experts_per_tok=2"),
         ({"expert_size": N, "activation": "relu2"}, 1, "must be a gated one"),
-        ({"expert_size": N, "shared_expert_size": 4}, 1, "with a shared expert"),
+        ({"expert_size": N, "shared_expert_size": 4}, 1, "a shared expert must be as wide"),
         ({"expert_size": N, "score": "identity", "norm": "none"}, 1, "score='identity' with norm="),
     ],
 )

@@ -116,7 +116,7 @@ MISTAKES = [
     ("train.compile=off", "train.compile='off' must be one of 'auto' or true or false"),
     ("run.name=5", "run.name=5 must be text"),
     ("run.name=../up", "run.name='../up' must be a plain folder name"),
-    ("model.family=llama", "model.family='llama' must be one of 'qwen3_moe', 'olmoe'"),
+    ("model.family=gpt2", "model.family='gpt2' must be one of 'qwen3_moe', 'olmoe'"),
     ("model.num_experts_per_tok=9", "num_experts_per_tok=9 must not exceed num_experts=8"),
     ("model.num_experts_per_tok=1", "norm_topk_prob"),
     ("model.clip_qkv=8", "clip_qkv=8 is no field of the family qwen3_moe"),
@@ -513,8 +513,8 @@ def test_hf_config_gives_fields_and_what_stands_beside_it_wins(file, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.hf_config=.*num_experts_per_tok=5") as caught:
         load_config(path)
     one_line(caught)
-    (tmp_path / "config.json").write_text(json.dumps({**hf, "model_type": "llama"}))
-    with pytest.raises(ConfigError, match=r"model\.hf_config=.*llama") as caught:
+    (tmp_path / "config.json").write_text(json.dumps({**hf, "model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match=r"model\.hf_config=.*gpt2") as caught:
         load_config(path)
     one_line(caught)
 

@@ -9,6 +9,7 @@ import pytest
 
 import train
 from scripts import export_hf as script
+from tests.training.tiny import DENSE
 from training import assemble, probe
 from training.checkpoint.weights import load_model
 from training.config.build import ConfigError, load_config, make_plan
@@ -229,7 +230,7 @@ def test_resume_lands_on_the_same_state_bit_for_bit(tiny_config, monkeypatch, tm
 
 
 def test_c6_a_dense_model_is_compared_and_a_start_with_nothing_to_do_says_it_was_not(run, tmp_path):
-    words = ("run.name=dense", "model.mlp_only_layers=[0,1]", "model.intermediate_size=16")
+    words = ("run.name=dense", *DENSE)
     assert run(*words) == 0
     folder = tmp_path / "runs" / "dense"
     assert [line["exact"] for line in events(folder, "export_check")] == [True]
@@ -251,6 +252,6 @@ def test_c6_the_comparison_of_a_dense_model_can_fail(run, tmp_path, monkeypatch)
             yield
 
     monkeypatch.setattr(probe, "exported", other_head)
-    words = ("run.name=dense", "model.mlp_only_layers=[0,1]", "model.intermediate_size=16")
+    words = ("run.name=dense", *DENSE)
     assert run(*words) == 1
     assert [e["exact"] for e in events(tmp_path / "runs" / "dense", "export_check")] == [False]

@@ -13,6 +13,7 @@ import train
 from models.hf import export_hf
 from models.transformer import Decoder
 from tests.training.test_train import before_step, break_loss, by_step, events
+from tests.training.tiny import DENSE
 from training.checkpoint.files import read_state
 from training.checkpoint.weights import load_model
 from training.data.tokenizer import read_tokenizer
@@ -285,7 +286,7 @@ def test_c11_a_dense_model_runs_each_micro_batch_once(run, monkeypatch):
     passes = {}
     for name, dense in (
         ("experts", ()),
-        ("dense", ("model.mlp_only_layers=[0,1]", "model.intermediate_size=16")),
+        ("dense", DENSE),
     ):
         calls.clear()
         assert run(f"run.name={name}", *words, *dense, "optim.schedule.warmup_steps=1") == 0

@@ -23,6 +23,14 @@ MODEL = {
     "moe_intermediate_size": 8,
     "max_position_embeddings": 32,
 }
+# Overrides that make it a dense model.
+DENSE = (
+    "model.family=qwen3",
+    "model.intermediate_size=16",
+    "model.num_experts=null",
+    "model.num_experts_per_tok=null",
+    "model.moe_intermediate_size=null",
+)
 WORDS = tuple("the a whale ship sea captain sailor white old deep cold wind rope saw lost".split())  # noqa: SIM905
 
 

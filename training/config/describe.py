@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from models.config import ModelConfig
 from models.families import FAMILIES
+from models.moe_config import MoEModelConfig
 from moe.settings import OneOf
 from training.config.load import ConfigError
 from training.config.messages import full_name, models_in, option_in
@@ -67,9 +68,10 @@ def limits(field: FieldInfo) -> str:
 def default(model: type[BaseModel], key: str) -> str:
     """What a field of a class is if it is left out."""
     field = model.model_fields[key]
-    if model is ModelConfig and key != "family":
+    if model in (ModelConfig, MoEModelConfig) and key != "family":
         usual = None if field.is_required() else field.default
-        values = [family.defaults.get(key, usual) for family in FAMILIES.values()]
+        having = [family for family in FAMILIES.values() if issubclass(family, model)]
+        values = [family.defaults.get(key, usual) for family in having]
         same = all(value == values[0] for value in values)
         return "by family" if not same else "`null`" if values[0] is None else _code(values[0])
     if field.is_required():
@@ -123,7 +125,7 @@ def describe(place: str, names: Mapping[str, Any]) -> Iterator[str]:
     found: list[type[BaseModel]] = [Config]
     for key in place.split("."):
         if ModelSection in found:  # the fields of the architecture stand beside its own
-            found = [ModelSection, ModelConfig, *FAMILIES.values()]
+            found = [ModelSection, ModelConfig, MoEModelConfig, *FAMILIES.values()]
         holder = next((model for model in found if key in model.model_fields), None)
         if holder is None:
             meant = full_name(place, dict(names))
@@ -140,6 +142,7 @@ def describe(place: str, names: Mapping[str, Any]) -> Iterator[str]:
         yield from _settings(model)
         if model is ModelSection:
             yield from _settings(ModelConfig)
+            yield from _settings(MoEModelConfig)
 
 
 def _settings(model: type[BaseModel]) -> Iterator[str]:

@@ -109,7 +109,7 @@ def refuse_sharded(config: Config, sharing: str) -> None:
     for wrong, what, allowed in (
         (config.train.sparsity is not None, "train.sparsity", "null"),
         (config.log.activation_threshold is not None, "log.activation_threshold", "null"),
-        (config.model.config.moe_expert_widths is not None, "model.moe_expert_widths", "null"),
+        (config.model.config.mixed_widths, "model.moe_expert_widths", "null"),
         (optim.weights != "float32", f"optim.storage.weights={optim.weights!r}", "float32"),
         (optim.moments != "float32", f"optim.storage.moments={optim.moments!r}", "float32"),
         (config.train.cuda_graph, "train.cuda_graph=true", "false"),
@@ -240,7 +240,7 @@ def _check_masks(config: Config, steps: int) -> None:
     ):
         if value is not None and not model.moe_layers:
             raise ConfigError(f"{place} has no effect: no layer has experts")
-        if value is not None and model.moe_expert_widths is not None:
+        if value is not None and model.mixed_widths:
             raise ConfigError(
                 f"{place} takes all experts for equally wide, which they are not with "
                 "model.moe_expert_widths; leave one of them out"

@@ -107,7 +107,9 @@ def step_cost(
     inter += summed(dense / plan.local, plan.nodes)
     inter += summed(expert / plan.expert / plan.expert_shard, plan.expert_replica)
     inter += summed(router, plan.world)
-    rows = copies(model.num_experts, model.num_experts_per_tok, plan.expert)
+    rows = 0.0
+    if model.moe_layers:
+        rows = copies(model.num_experts, model.num_experts_per_tok, plan.expert)
     sent = 4 * len(model.moe_layers) * micro_batches * tokens * rows * 2 * model.hidden_size
     if plan.placement == "across_nodes":
         inter, bandwidth = inter + sent, machine.inter_node
@@ -123,8 +125,8 @@ def step_cost(
     )
 
 
-def layouts(gpus: int, per_node: int, experts: int) -> list[MeshPlan]:
-    """Every way to split so many experts: by placement, then by degree.
+def layouts(gpus: int, per_node: int, experts: int | None) -> list[MeshPlan]:
+    """Every way to split so many experts, or a model without any: by placement, then by degree.
 
     Raises:
         UserError: the GPUs do not fill their nodes.

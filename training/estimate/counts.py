@@ -37,6 +37,8 @@ def _attention_costs(family: type[ModelConfig], fields: str) -> tuple[AttentionC
 
 def active_parameters(config: ModelConfig, counts: Mapping[str, int]) -> int:
     """Parameters that one token meets, the embedding table included, as model cards count."""
+    if not config.moe_layers:
+        return sum(counts.values())
     unused = config.num_experts - config.num_experts_per_tok
     return sum(counts.values()) - counts.get("expert", 0) * unused // config.num_experts
 

@@ -49,7 +49,7 @@ def matmul_weights(
             total += 3 * d * config.intermediate_size
             continue
         sizes = moe.expert_widths or (moe.expert_size,) * moe.num_experts
-        always = d * moe.num_experts + 3 * d * moe.shared_expert_size
+        always = d * (moe.num_experts + 3 * moe.shared_expert_size + moe.shared_expert_gate)
         active += always + round((top_k or moe.num_experts_per_tok) * 3 * d * next(wide))
         total += always + 3 * d * sum(sizes)
     return active, total
@@ -72,7 +72,7 @@ def width_metrics(config: ModelConfig, counts_LE: Tensor | None) -> dict[str, fl
     active_width: mean width that tokens met, as a part of the mean of all experts', over layers.
     flop_violation: most arithmetic of one expert over the mean, minus 1, of the worst layer.
     """
-    if config.moe_expert_widths is None or counts_LE is None:
+    if not config.mixed_widths or counts_LE is None:
         return {}
     equal = sum(mean_widths(config))
     worst = 0.0

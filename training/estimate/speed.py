@@ -147,7 +147,7 @@ def _blocks(
         if moe is None:
             dense += 3 * d * model.intermediate_size
         else:
-            dense += d * moe.num_experts + 3 * d * moe.shared_expert_size
+            dense += d * (moe.num_experts + 3 * moe.shared_expert_size + moe.shared_expert_gate)
             width, rows = next(wide), tokens * model.num_experts_per_tok
             product = 2 * d * width * (rows + moe.num_experts * TILE / 2)
             again = product * 2 if config.model.save == "x" else 0  # up, once more

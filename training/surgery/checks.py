@@ -74,7 +74,7 @@ def check_experts(config: Config) -> None:
         ConfigError: key, value, what is allowed.
     """
     experts, model, router = config.expert_changes, config.model.config, config.router
-    if model.moe_expert_widths is not None and experts.policy is not None:
+    if model.mixed_widths and experts.policy is not None:
         raise ConfigError(
             f"experts.policy.kind={experts.policy.kind!r} takes all experts for equally wide, "
             "which they are not with model.moe_expert_widths; allowed: experts.policy=null"
@@ -130,7 +130,7 @@ def check_experts(config: Config) -> None:
                     f"tells apart by their own rows alone; allowed: {allowed}"
                 )
     for key, wrong, allowed in (
-        ("model.moe_expert_widths", model.moe_expert_widths is not None, "null"),
+        ("model.moe_expert_widths", model.mixed_widths, "null"),
         (f"model.n_group={model.expert_groups[0]}", model.expert_groups[0] > 1, "1"),
         ("router.gradient", router.gradient is not None, "null"),
         ("router.rounding.max_tiles", router.rounding and router.rounding.max_tiles, "null"),

@@ -21,9 +21,10 @@ from models.errors import UserError
 from models.hf import HfWeights, export_hf, load_hf, tensor_files
 from models.hf.check import check_export, round_weights
 from models.hf.config import config_from_hf
-from tests.models.test_against_transformers import in_their_names, our_tensors
 from tests.models.tiny import (
+    in_their_names,
     next_tokens,
+    our_tensors,
     randomise_buffers_and_norms,
     tiny_config,
     tokens,
