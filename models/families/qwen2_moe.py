@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from models.attention.gqa import GroupedQueryAttention
 from models.config import FUSED_NAMES, TENSOR_NAMES, Size
-from models.engines import ROPE_SCALINGS, Feature, no, rope_rows, wrong
+from models.engines import ROPE_SCALINGS, Feature, no, otherwise, rope_rows, wrong
 from models.families.sparse_layers import SparseLayers
 from models.moe_config import MoEModelConfig
 
@@ -99,7 +99,9 @@ class Qwen2Moe(SparseLayers, MoEModelConfig):
                 "mistral.rs": NOT_THERE,
             },
         ),
-        *rope_rows(mistral_rs=dict.fromkeys(ROPE_SCALINGS, NOT_THERE)),
+        *rope_rows(
+            mistral_rs=dict.fromkeys(ROPE_SCALINGS, NOT_THERE), llama_cpp=otherwise("llama3")
+        ),
         Feature(
             "hidden_act other than silu",
             lambda c: c.hidden_act != "silu",
