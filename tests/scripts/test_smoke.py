@@ -34,7 +34,12 @@ def commands(page: str, heading: str) -> list[str]:
     return found + re.findall(r"`((?:GPUS=\d+ )?(?:python|torchrun|bash) [^`]*)`", section)
 
 
-NEEDS_MORE = ("scripts/launch/hosts.sh", "scripts/launch/slurm.sh", "sbatch")
+NEEDS_MORE = (
+    "scripts/launch/hosts.sh",
+    "scripts/launch/slurm.sh",
+    "sbatch",
+    "torchrun --nnodes=1:4",
+)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_what_changes_a_router_changes_the_computation():
         (["train.dtype=float32"], "train.dtype=float32; allowed: bfloat16"),
         (["model.kernels=reference"], "model.kernels=reference; allowed: auto, triton, hopper"),
         (["model.hidden_act=mish"], "model.hidden_act=mish, which no kernel knows; allowed: an"),
-        (["model.head_dim=12"], "model.head_dim=12; allowed: multiples of 8"),
+        (["model.head_dim=12"], "heads of width 12; allowed: multiples of 8"),
         ([], "router.balance.kind=global and 2 micro-batches in a step; allowed: router.balance"),
         (
             [
