@@ -190,7 +190,7 @@ def experts(
             or (E, N, D) for ungated activations.
         w2_EDN: down-projections.
         routing: who goes where, with which gate; any number of experts per token.
-        activation: swiglu, geglu, reglu (gated), relu2, gelu or silu; see
+        activation: swiglu, geglu, reglu, clamped_swiglu (gated), relu2, gelu or silu; see
             `moe.kernels.common.activations`.
         biases: b1_EH and b2_ED, or None.
         save: what is kept for backward of the pre-activations: "h" all, "fp8_h" a float8 copy with

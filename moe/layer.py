@@ -59,10 +59,12 @@ class SharedExpert(nn.Module):
         self.output_gate = nn.Linear(hidden_size, 1, **options) if output_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
+        activation = activation_of(self.activation)
         inner = self.up_proj(x) if self.gate_proj is None else self.gate_proj(x)
-        inner = activation_of(self.activation).inner(inner)
+        inner = activation.inner(inner)
         if self.gate_proj is not None:
-            inner = inner * self.up_proj(x)
+            up = self.up_proj(x)
+            inner = inner * (up if activation.up is None else activation.up(up))
         y = self.down_proj(inner)
         return y if self.output_gate is None else y * torch.sigmoid(self.output_gate(x))
 

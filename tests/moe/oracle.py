@@ -78,6 +78,9 @@ def choose_by_hand(
 def expert_by_hand(layer: MoE, e: int, x_D: Tensor) -> Tensor:
     h = layer.w1[e] @ x_D
     kind = layer.config.activation
+    if kind == "clamped_swiglu":
+        gate, up = h[0::2].clamp(max=7), h[1::2].clamp(-7, 7)
+        return layer.w2[e] @ (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1))
     inner = h[0::2] if kind in ("swiglu", "geglu", "reglu") else h
     if kind in ("swiglu", "silu"):
         a = inner / (1 + torch.exp(-inner))

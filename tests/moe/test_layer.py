@@ -15,7 +15,7 @@ from tests.moe.oracle import (
 )
 
 ROUNDING = Rounding(to="nearest", tile=4, min_mean_tiles=1)
-ACTIVATIONS = ["swiglu", "geglu", "reglu", "relu2", "gelu", "silu"]
+ACTIVATIONS = ["swiglu", "geglu", "reglu", "clamped_swiglu", "relu2", "gelu", "silu"]
 
 
 def assert_same_stats(a: RouterStats, b: RouterStats) -> None:

@@ -7,6 +7,9 @@ A gated activation reads two columns of H for each column of A, gate and up inte
     geglu   gelu(gate) * up        gelu   x * Phi(x), exact (erf)
     reglu   relu(gate) * up        silu   x * sigmoid(x)
 
+    clamped_swiglu  g * sigmoid(1.702 g) * (u + 1), where g is the gate up to 7 and u the up column
+                    between -7 and 7 (gpt-oss, arXiv 2508.10925)
+
 All arithmetic is in float32 (float64 for float64 tensors); tensors keep their own dtype.
 
 Shape letters: R rows, N columns of A, H columns of H (2N gated, N ungated).
@@ -26,6 +29,9 @@ from moe.kernels.common.backend import HAVE_TRITON, tl, triton
 
 _INV_SQRT2 = 0.7071067811865476
 _INV_SQRT_2PI = 0.3989422804014327
+# Of gpt-oss. transformers 4.57 has these two numbers in its code, so no folder can say others.
+_CLAMP = 7.0
+_SHARPNESS = 1.702
 
 
 def _silu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,6 +59,26 @@ def _relu2_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
     return r.square(), r.mul_(2.0)
 
 
+def _clamped_silu(x: Tensor) -> Tensor:
+    g = x.clamp(max=_CLAMP)
+    return g * torch.sigmoid(_SHARPNESS * g)
+
+
+def _clamped_silu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    g = x.clamp(max=_CLAMP)
+    s = torch.sigmoid(_SHARPNESS * g)
+    slope = s + _SHARPNESS * g * s * (1 - s)
+    return g * s, slope.mul_(x <= _CLAMP)
+
+
+def _clamped_up(x: Tensor) -> Tensor:
+    return x.clamp(-_CLAMP, _CLAMP) + 1
+
+
+def _clamped_up_slope(x: Tensor) -> Tensor:
+    return x.abs() <= _CLAMP
+
+
 class Activation(NamedTuple):
     """What an activation is, in plain torch; `act` and `act_and_slope` are the same on a device."""
 
@@ -64,17 +90,24 @@ class Activation(NamedTuple):
     """The inner function; may overwrite its input."""
     with_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
     """The inner function and its derivative."""
+    up: Callable[[Tensor], Tensor] | None = None
+    """What the gate multiplies, of the up column and differentiable by autograd; None: the column
+    itself."""
+    up_slope: Callable[[Tensor], Tensor] | None = None
+    """The derivative of that."""
 
 
 _SILU = (F.silu, lambda x: F.silu(x, inplace=True), _silu_and_slope)
 _GELU = (F.gelu, F.gelu, _gelu_and_slope)
 _RELU = (F.relu, Tensor.relu_, _relu_and_slope)
+_CLAMPED = (_clamped_silu, _clamped_silu, _clamped_silu_and_slope)
 _RELU2 = (_relu2, lambda x: x.relu_().square_(), _relu2_and_slope)
 
 ACTIVATIONS = {
     "swiglu": Activation(2, *_SILU),
     "geglu": Activation(2, *_GELU),
     "reglu": Activation(2, *_RELU),
+    "clamped_swiglu": Activation(2, *_CLAMPED, _clamped_up, _clamped_up_slope),
     "relu2": Activation(1, *_RELU2),
     "gelu": Activation(1, *_GELU),
     "silu": Activation(1, *_SILU),
@@ -122,7 +155,8 @@ def activation_ref(h_RH: Tensor, kind: str) -> Tensor:
     act = activation_of(kind)
     if act.width == 1:
         return act.overwrite(_wide(h_RH)).to(h_RH.dtype)
-    return act.overwrite(_wide(h_RH[:, 0::2])).mul_(h_RH[:, 1::2]).to(h_RH.dtype)
+    up = h_RH[:, 1::2] if act.up is None else act.up(_wide(h_RH[:, 1::2]))
+    return act.overwrite(_wide(h_RH[:, 0::2])).mul_(up).to(h_RH.dtype)
 
 
 def activation_backward_ref(h_RH: Tensor, da_RN: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -135,6 +169,9 @@ def activation_backward_ref(h_RH: Tensor, da_RN: Tensor, kind: str) -> tuple[Ten
     f, slope = act.with_slope(_wide(h_RH[:, 0::2]))
     dh = torch.empty(h_RH.shape, dtype=f.dtype, device=f.device)
     torch.mul(da_RN, f, out=dh[:, 1::2])
+    if act.up is not None:
+        dh[:, 1::2] *= act.up_slope(up)
+        up = act.up(up)
     torch.mul(slope.mul_(up), da_RN, out=dh[:, 0::2])
     return dh, f.mul_(up)
 
@@ -145,6 +182,8 @@ if HAVE_TRITON:
     _LOG2E_ = tl.constexpr(1.4426950408889634)
     _INV_SQRT2_ = tl.constexpr(_INV_SQRT2)
     _INV_SQRT_2PI_ = tl.constexpr(_INV_SQRT_2PI)
+    _CLAMP_ = tl.constexpr(_CLAMP)
+    _SHARPNESS_ = tl.constexpr(_SHARPNESS)
 
 
 @triton.jit
@@ -163,6 +202,9 @@ def act(x, KIND: tl.constexpr):
     elif KIND == "relu2":
         r = tl.maximum(x, 0.0)
         return r * r
+    elif KIND == "clamped_swiglu":
+        g = tl.minimum(x, _CLAMP_)
+        return g * sigmoid(g * _SHARPNESS_)
     else:
         tl.static_assert(KIND == "reglu", "unknown activation")
         return tl.maximum(x, 0.0)
@@ -182,6 +224,29 @@ def act_and_slope(x, KIND: tl.constexpr):
     elif KIND == "relu2":
         r = tl.maximum(x, 0.0)
         return r * r, 2.0 * r
+    elif KIND == "clamped_swiglu":
+        g = tl.minimum(x, _CLAMP_)
+        s = sigmoid(g * _SHARPNESS_)
+        slope = s + _SHARPNESS_ * g * s * (1.0 - s)
+        return g * s, tl.where(x <= _CLAMP_, slope, 0.0)
     else:
         tl.static_assert(KIND == "reglu", "unknown activation")
         return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def up_factor(up, KIND: tl.constexpr):
+    """What the gate multiplies, float32."""
+    if KIND == "clamped_swiglu":
+        return tl.minimum(tl.maximum(up, -_CLAMP_), _CLAMP_) + 1.0
+    else:
+        return up
+
+
+@triton.jit
+def through_up(gradient, up, KIND: tl.constexpr):
+    """The gradient of the up column, of that of its factor."""
+    if KIND == "clamped_swiglu":
+        return tl.where(tl.abs(up) <= _CLAMP_, gradient, 0.0)
+    else:
+        return gradient

@@ -20,7 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels.common.activations import act, act_and_slope, activation_width
+from moe.kernels.common.activations import (
+    act,
+    act_and_slope,
+    activation_width,
+    through_up,
+    up_factor,
+)
 from moe.kernels.common.backend import cdiv, tl, triton
 from moe.kernels.common.launch import launch
 from moe.kernels.common.row_tiles import RowTiles
@@ -67,7 +73,8 @@ def backward_part(da, col, tile, args, FORM):
     if WIDTH == 2:
         x, up = pairs(h)
         f, slope = act_and_slope(x, ACT)
-        a = f * up
+        factor = up_factor(up, ACT)
+        a = f * factor
     else:
         a, slope = act_and_slope(h, ACT)
     # Pairing A with dA keeps both in the accumulator's layout. Left alone, the compiler reads H in
@@ -82,7 +89,8 @@ def backward_part(da, col, tile, args, FORM):
         da *= gate[:, None]
     if WANT_DH:
         if WIDTH == 2:
-            dh = tl.join(da * up * slope, da * f).reshape(BM, BN * 2)
+            d_gate = da * factor * slope
+            dh = tl.join(d_gate, through_up(da * f, up, ACT)).reshape(BM, BN * 2)
         else:
             dh = da * slope
         dh = dh.to(h_ptr.dtype.element_ty)
@@ -195,7 +203,7 @@ def _scaled_activation_kernel(
     h = tl.load(h_ptr + at, mask=some[:, None] & (cols < H)[None, :], other=0.0).to(tl.float32)
     if WIDTH == 2:
         gate_columns, up = pairs(h)
-        a = act(gate_columns, ACT) * up
+        a = act(gate_columns, ACT) * up_factor(up, ACT)
     else:
         a = act(h, ACT)
     if GATES:

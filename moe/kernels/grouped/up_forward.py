@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe.kernels.common.activations import act, activation_width
+from moe.kernels.common.activations import act, activation_width, up_factor
 from moe.kernels.common.backend import cdiv, tl, triton
 from moe.kernels.common.launch import launch
 from moe.kernels.common.row_tiles import RowTiles
@@ -53,7 +53,7 @@ def up_part(acc, col, tile, args, FORM):
         store_rows(h_ptr, h_desc, h, start, end, col, H, stride_h, BM, BN, TMA)
     if WIDTH == 2:
         gate, up = pairs(acc)
-        a = act(gate, ACT) * up
+        a = act(gate, ACT) * up_factor(up, ACT)
     else:
         a = act(acc, ACT)
     a = a.to(a_ptr.dtype.element_ty)

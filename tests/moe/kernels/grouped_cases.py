@@ -115,6 +115,9 @@ def weights(
 
 
 def activate_by_hand(h: Tensor, activation: str) -> Tensor:
+    if activation == "clamped_swiglu":  # as transformers' GptOssExperts has it
+        gate, up = h[..., 0::2].clamp(max=7.0), h[..., 1::2].clamp(min=-7.0, max=7.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
     inner = {
         "swiglu": torch.nn.functional.silu,
         "silu": torch.nn.functional.silu,

@@ -12,6 +12,8 @@ from moe.kernels.common.activations import (
     activation_backward_ref,
     activation_ref,
     activation_width,
+    through_up,
+    up_factor,
 )
 from moe.kernels.common.backend import HAVE_TRITON, INTERPRET, tl, triton
 from moe.kernels.products import up_forward
@@ -33,6 +35,24 @@ def test_reference_equals_torch_and_autograd(kind: str):
     dh, a = activation_backward_ref(h.detach(), da, kind)
     torch.testing.assert_close(dh, dh_want)
     torch.testing.assert_close(a, want.detach())
+
+
+def _around_the_bounds() -> torch.Tensor:
+    """Pairs of a gate and an up column, [81, 18]: inside, on and beyond the clamps."""
+    values = torch.tensor([-50.0, -7.5, -7.0, -3.0, 0.0, 2.0, 7.0, 7.5, 50.0])
+    return torch.cartesian_prod(values, values).repeat(1, 9)
+
+
+def test_clamps_of_values_and_of_gradients():
+    h = _around_the_bounds().double().requires_grad_()
+    want = activate_by_hand(h, "clamped_swiglu")
+    (dh_want,) = torch.autograd.grad(want.sum(), h)
+    torch.testing.assert_close(activation_ref(h.detach(), "clamped_swiglu"), want)
+    dh, a = activation_backward_ref(h.detach(), torch.ones_like(want), "clamped_swiglu")
+    torch.testing.assert_close(dh, dh_want)
+    torch.testing.assert_close(a, want.detach())
+    assert (dh == 0).any()
+    assert a.abs().max() == pytest.approx(7 * 8, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -117,10 +137,32 @@ def test_device_code_equals_autograd(kind: str):
     _device_kernel[(1,)](x, f, g, slope, KIND=kind, B=256)
     inner = {"swiglu": "silu", "geglu": "gelu"}.get(kind, kind)
     y = x.double().requires_grad_()
-    want = torch.relu(y) if inner == "reglu" else activate_by_hand(y, inner)
+    if kind == "clamped_swiglu":  # an up column of zeros makes a factor of 1
+        want = activate_by_hand(torch.stack([y, torch.zeros_like(y)], -1).flatten(), kind)
+    else:
+        want = torch.relu(y) if inner == "reglu" else activate_by_hand(y, inner)
     (slope_want,) = torch.autograd.grad(want.sum(), y)
     for got, expected in ((f, want), (g, want), (slope, slope_want)):
         torch.testing.assert_close(got.double(), expected.detach(), rtol=2e-6, atol=2e-6)
+
+
+@triton.jit
+def _up_kernel(up_ptr, factor_ptr, slope_ptr, KIND: tl.constexpr, B: tl.constexpr):
+    at = tl.arange(0, B)
+    up = tl.load(up_ptr + at)
+    tl.store(factor_ptr + at, up_factor(up, KIND))
+    tl.store(slope_ptr + at, through_up(up * 0.0 + 2.0, up, KIND))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", [kind for kind, act in ACTIVATIONS.items() if act.width == 2])
+def test_device_code_of_the_up_column(kind: str):
+    up = torch.cat([torch.linspace(-12, 12, 62), torch.tensor([-7.0, 7.0])])
+    factor, slope = torch.empty_like(up), torch.empty_like(up)
+    _up_kernel[(1,)](up, factor, slope, KIND=kind, B=64)
+    own = ACTIVATIONS[kind]
+    assert torch.equal(factor, up if own.up is None else own.up(up))
+    assert torch.equal(slope, 2.0 * torch.ones_like(up) * (own.up_slope(up) if own.up else 1))
 
 
 @needs_interpreter

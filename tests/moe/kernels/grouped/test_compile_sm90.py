@@ -27,7 +27,9 @@ from tests.moe.kernels.compile_sm90 import (
 
 SHARED_TWO = 113 * 1024  # of each where two share a multiprocessor, 1 KiB of each reserved
 RAGGED = ("ragged up", "ragged down", "ragged dX", "ragged dH", "ragged dW1", "ragged dW2")
-KERNELS = ("up", "down", "dX", "dH", "dW1", "dW2", *RAGGED)
+CLAMPED = ("clamped up", "clamped dH")  # with a bias, as gpt-oss has them
+BESIDE = ("_gate_gradient_kernel", "_bias_dot_kernel")
+KERNELS = ("up", "down", "dX", "dH", "dW1", "dW2", *RAGGED, *CLAMPED)
 
 
 # ---------------------------------------------------------------------------- in a process of its
@@ -57,6 +59,7 @@ def _compile(names: list[str], everything: bool) -> None:
         torch.empty(shape, dtype=torch.bfloat16)
         for shape in ((T, D), (E, 2 * N, D), (E, D, N), (R, 2 * N), (R, N))
     )
+    b1, b2 = (torch.empty(E, width, dtype=torch.bfloat16) for width in (2 * N, D))
     sizes = (N, N // 2, N // 4, N)
     p1, p2 = (torch.empty(sum(sizes) * k, D, dtype=torch.bfloat16) for k in (2, 1))
     offsets = torch.arange(0, R + 1, R // E, dtype=torch.int32)
@@ -72,6 +75,10 @@ def _compile(names: list[str], everything: bool) -> None:
             h, x, None, index, offsets, None, c)),
         "dW2": ("outer", lambda t, c: weight_gradient_triton(
             x, a, index, None, offsets, None, c)),
+        "clamped up": ("up", lambda t, c: up_forward_triton(
+            x, w1, b1, index, "clamped_swiglu", True, t, c)),
+        "clamped dH": ("down_backward", lambda t, c: down_backward_triton(
+            x, w2, b2, h, gates, index, index, "clamped_swiglu", (True, True, True), t, c)),
         "ragged up": ("up", lambda t, c: ragged.up_triton(
             x, p1, index, offsets, sizes, "swiglu", True, c)),
         "ragged down": ("rows", lambda t, c: ragged.rows_triton(a, p2, offsets, sizes, 1, c)),
@@ -89,7 +96,7 @@ def _compile(names: list[str], everything: bool) -> None:
         for config in listed if everything else listed[:1]:
             made.clear()
             launch(tile_schedule_ref(offsets, config.bm, R), config)
-            main = next(k for f, k in made.items() if f != "_gate_gradient_kernel")
+            main = next(k for f, k in made.items() if f not in BESIDE)
             row = {"kernel": name, "config": str(config), "ctas": config.ctas} | report(main)
             print(json.dumps(row | {"triton": triton.__version__}), flush=True)
 
@@ -100,7 +107,7 @@ def _compile(names: list[str], everything: bool) -> None:
 @needs_tools
 @pytest.mark.timeout(1800)
 def test_kernels_compile_for_hopper(tmp_path: Path):
-    names = KERNELS if EVERYTHING else ("down", "dW2", "ragged dH")
+    names = KERNELS if EVERYTHING else ("down", "dW2", "ragged dH", "clamped dH")
     rows = rows_of(__file__, tmp_path, ",".join(names), str(int(EVERYTHING)))
     assert {row["kernel"] for row in rows} == set(names)
     for row in rows:
