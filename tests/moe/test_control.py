@@ -98,6 +98,23 @@ def test_quantile_targets_and_old_bias():
     torch.testing.assert_close(new, torch.tensor([[0.0, 0.05, -0.05]]))
 
 
+@pytest.mark.parametrize(("ema", "balances"), [(None, True), (0.0, False)])
+def test_quantile_balances_groups_of_experts_by_small_steps(ema, balances):
+    """Which groups a token takes follows the biases: whole steps overshoot."""
+    torch.manual_seed(0)
+    layer = biased(
+        hidden_size=64, num_experts=64, num_experts_per_tok=6, groups=16, groups_kept=2,
+        selection_bias=True, bias={"kind": "quantile", "ema": ema}, init_std=0.02,
+    ).train()  # fmt: skip
+    shared_D, found = torch.randn(64), []
+    for step in range(1, 51):
+        stats = layer((torch.randn(2048, 64) + shared_D).view(1, 2048, 64))[1].detach()
+        found.append((stats.counts_E.max() / stats.counts_E.float().mean() - 1).item())
+        update_routers(layer, RouterStats.stack([stats]), step=step, applied=None)
+    assert found[0] > 3
+    assert (max(found[-5:]) < 0.6) is balances, found
+
+
 def test_quantile_of_padding_groups_and_masked_experts():
     """Tokens that are none change nothing; an expert that nobody may choose gets a finite bias."""
     layer = biased(num_experts=8, groups=4, groups_kept=2, num_experts_per_tok=2, hidden_size=8)
