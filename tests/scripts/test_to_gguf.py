@@ -56,9 +56,19 @@ def folder(tmp_path):
 def test_f4_exports_convert_to_gguf(script, folder, tmp_path, capsys, family: str) -> None:
     pytest.importorskip("conversion", reason="pip install -e '.[interop]'")
     gguf = pytest.importorskip("gguf", reason="pip install -e '.[interop]'")
-    plain = {"attention_bias": False, "mlp_only_layers": []} if family == "qwen3_moe" else {}
-    source, file = folder(family, **plain), tmp_path / "model.gguf"
+    plain = {
+        "qwen3_moe": {"attention_bias": False, "mlp_only_layers": []},
+        "qwen2_moe": {"mlp_only_layers": []},
+    }
+    source, file = folder(family, **plain.get(family, {})), tmp_path / "model.gguf"
     main = script("to_gguf").main
+    first = next(feature for name, feature in rows() if name == family)
+    if first.verdict("llama.cpp").kind == "no":
+        with pytest.raises(SystemExit) as stop:
+            main([str(source), str(file)])
+        told = capsys.readouterr().err
+        assert stop.value.code == 2 and "not supported" in told and told.count("\n") == 1
+        return
     assert main([str(source), str(file)]) == 0
     fields = gguf.GGUFReader(file).fields
     assert fields["tokenizer.ggml.model"].contents() == "gpt2"
@@ -105,7 +115,7 @@ def test_f6_the_models_of_the_rows_are_written(script, tmp_path, family: str) ->
     [
         (["--engine", "vllm"], "--engine vllm is unknown"),
         (["--engine", "vLLM=nowhere/python"], "--engine vLLM=nowhere/python: there is no program"),
-        (["--engine", "transformers", "--only", "qwen2"], "--only 'qwen2': no row"),
+        (["--engine", "transformers", "--only", "qwen1"], "--only 'qwen1': no row"),
     ],
 )
 def test_f6_a_check_that_would_check_nothing_is_refused(script, capsys, words, told) -> None:

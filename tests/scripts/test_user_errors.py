@@ -16,7 +16,7 @@ PARTS = [
     ("export_hf", "resolve", ["run", "out"]),
     ("generate", "read_tokenizer", ["run", "--tokenizer", "t"]),
     ("import_hf", "load_hf", ["folder", "out"]),
-    ("upcycle", "load_dense", ["folder", "out", "--experts", "4", "--top-k", "2"]),
+    ("upcycle", "load_model", ["folder", "out", "--experts", "4", "--top-k", "2"]),
     ("report", "read_run", ["run"]),
     ("prepare_data", "make_reader", ["text", "--out", "store", "--train-tokenizer", "300"]),
     ("to_gguf", "convert", ["folder", "file"]),
