@@ -29,10 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts/launch"
 
 # Ends as the word for its start and rank says: an exit code, or minus a signal's number.
+# Lines are written in one piece: those of two processes must not get mixed.
 PROGRAM = """
 import os, signal, sys, time
 start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-print(f"start {start} rank {rank}", flush=True)
+os.write(1, f"start {start} rank {rank}\\n".encode())
 code = int(sys.argv[1 + start].split(",")[rank])
 if code < 0:
     os.kill(os.getpid(), -code)
@@ -43,10 +44,10 @@ SAVES = """
 import os, signal, sys, time
 def save(number, frame):
     time.sleep(2)
-    print("saved", flush=True)
+    os.write(1, b"saved\\n")
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 time.sleep(60)
 """
 
@@ -100,7 +101,7 @@ import os, pathlib, signal, sys, time
 asked = pathlib.Path(__file__).with_name("asked")
 signal.signal(signal.SIGTERM, lambda *_: asked.touch())
 world = int(os.environ["WORLD_SIZE"])
-print(f"rank {os.environ['RANK']} of {world}", flush=True)
+os.write(1, f"rank {os.environ['RANK']} of {world}\\n".encode())
 while world < 3:
     if asked.exists():
         sys.exit(75)
